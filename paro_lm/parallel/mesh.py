@@ -1,0 +1,172 @@
+"""The mesh of ranks: four axes, and the process groups along them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+AXES = ("pp", "dp_inter", "dp_intra", "tp")
+DATA_AXES = ("dp_inter", "dp_intra")
+
+Value = TypeVar("Value", int, float, torch.Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Sizes of the four axes; rank = row-major index over (pp, dp_inter, dp_intra, tp), tp fastest."""
+
+    pp: int = 1
+    dp_inter: int = 1
+    dp_intra: int = 1
+    tp: int = 1
+
+    @classmethod
+    def build(
+        cls, *, world_size: int, tp: int = 1, pp: int = 1, group_size: int | None = None, local_world_size: int | None = None
+    ) -> MeshShape:
+        """Derive the data axes from the world; a group defaults to the part of the data ranks that one node holds.
+
+        Raises ValueError when tp * pp does not divide the world or the group does not divide the data ranks.
+        """
+        if world_size % (tp * pp):
+            raise ValueError(
+                f"{world_size} ranks cannot be split into parallel.tp={tp} x parallel.pp={pp}: "
+                f"the world size must be a multiple of {tp * pp}."
+            )
+        dp = world_size // (tp * pp)
+        group = group_size or math.gcd(max(1, (local_world_size or world_size) // tp), dp)
+        if dp % group:
+            valid = [size for size in range(1, dp + 1) if dp % size == 0]
+            raise ValueError(
+                f"parallel.group_size={group} does not divide the {dp} data-parallel ranks "
+                f"(world {world_size} / tp {tp} / pp {pp}); valid group sizes: {valid}."
+            )
+        return cls(pp=pp, dp_inter=dp // group, dp_intra=group, tp=tp)
+
+    def size(self, *axes: str) -> int:
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def dp(self) -> int:
+        return self.dp_inter * self.dp_intra
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+
+
+@dataclass(kw_only=True)
+class ParallelMesh:
+    """One rank's view of the mesh. Communicators over a set of axes are made once, by all ranks in the same order."""
+
+    shape: MeshShape
+    rank: int
+    device: torch.device
+    _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        world_size: int,
+        rank: int,
+        tp: int = 1,
+        pp: int = 1,
+        group_size: int | None = None,
+        local_world_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> ParallelMesh:
+        """Mesh over an initialised process group; see MeshShape.build for sizes and errors. A collective call."""
+        shape = MeshShape.build(world_size=world_size, tp=tp, pp=pp, group_size=group_size, local_world_size=local_world_size)
+        mesh = cls(shape=shape, rank=rank, device=torch.device(device))
+        for axes in (("dp_inter",), ("dp_intra",), ("tp",), ("pp",), DATA_AXES, AXES):
+            group = mesh.new_group(*axes)
+            if group is not None:
+                mesh._groups[axes] = group
+        return mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.size(*AXES)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along these axes together."""
+        return self.shape.size(*axes)
+
+    def coordinate(self, axis: str) -> int:
+        """Position of this rank along one axis."""
+        return self.coordinates(self.rank)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every axis."""
+        result = {}
+        for axis in reversed(AXES):
+            rank, result[axis] = divmod(rank, self.size(axis))
+        return result
+
+    def index(self, *axes: str) -> int:
+        """Row-major index of this rank over the axes, in the order given."""
+        result = 0
+        for axis in axes:
+            result = result * self.size(axis) + self.coordinate(axis)
+        return result
+
+    def rank_at(self, **coordinates: int) -> int:
+        """Global rank that differs from this one in the coordinates given."""
+        at = self.coordinates(self.rank) | coordinates
+        result = 0
+        for axis in AXES:
+            result = result * self.size(axis) + at[axis]
+        return result
+
+    def ranks(self, *axes: str) -> list[int]:
+        """Global ranks that share this rank's coordinates on all other axes, in row-major order over `axes`."""
+        return [
+            self.rank_at(**dict(zip(axes, at, strict=True))) for at in itertools.product(*(range(self.size(axis)) for axis in axes))
+        ]
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The control communicator over these axes; None when it has one rank."""
+        if self.size(*axes) == 1:
+            return None
+        return self._groups[tuple(axis for axis in AXES if axis in axes)]
+
+    def new_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """A private communicator over these axes; None when it has one rank. Every rank of the world calls it."""
+        if self.size(*axes) == 1:
+            return None
+        mine, seen = None, set()
+        for rank in range(self.world_size):
+            ranks = ParallelMesh(shape=self.shape, rank=rank, device=self.device).ranks(*axes)
+            if ranks[0] in seen:
+                continue
+            seen.add(ranks[0])
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def sum(self, value: Value, axes: Iterable[str] = AXES) -> Value:
+        """Sum over the ranks of these axes, the same on all of them. Numbers travel as float64."""
+        return self._reduce(value, tuple(axes), dist.ReduceOp.SUM)
+
+    def max(self, value: Value, axes: Iterable[str] = AXES) -> Value:
+        """Maximum over the ranks of these axes, the same on all of them."""
+        return self._reduce(value, tuple(axes), dist.ReduceOp.MAX)
+
+    def _reduce(self, value: Value, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Value:
+        group = self.group(*axes)
+        if group is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            result = value.clone().contiguous()
+            dist.all_reduce(result, op=op, group=group)
+            return result
+        scalar = torch.tensor([value], dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
+        dist.all_reduce(scalar, op=op, group=group)
+        return type(value)(scalar.item())
