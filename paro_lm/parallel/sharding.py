@@ -81,7 +81,6 @@ def transition(source: Placement, target: Placement, *, partial: Iterable[str] =
     """
     partial = set(partial)
     assert not partial & source, "a buffer cannot be partial over an axis on which it is sharded"
-    assert source in LETTERS and target in LETTERS
     gathers = [Step("all_gather", (axis,)) for axis in ("dp_inter", "dp_intra") if axis in source - target]
     scatters = [
         Step("reduce_scatter" if axis in partial else "slice", (axis,)) for axis in ("dp_intra", "dp_inter") if axis in target - source
