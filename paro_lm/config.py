@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHARDING_NAMES = {"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "mics": "III", "hsdp": "III"}
+SHARDING_NAMES = {"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "fsdp": "GGG", "mics": "III", "hsdp": "III"}
 """Names of well-known strategies and their letters (parameters, gradients, optimizer states)."""
 
 
@@ -116,7 +116,7 @@ class ParallelConfig:
     """How work and state are spread over ranks."""
 
     sharding: str = option(
-        "NNN", "Three letters of N, I, G for parameters, gradients, optimizer states, or ddp, zero1, zero2, zero3, mics, hsdp."
+        "NNN", "Three letters of N, I, G for parameters, gradients, optimizer states, or ddp, zero1, zero2, zero3, fsdp, mics, hsdp."
     )
     sharding_overrides: dict[str, str] = option({}, "Cells of single units: name pattern (fnmatch on unit names) to three letters.")
     group_size: int | None = option(None, "Data-parallel ranks in a group; null = those of a node.", least=1)

@@ -1,0 +1,32 @@
+"""`paro-train`, also `python -m paro_lm.train` and under torchrun: pretrain or continue a run from a hydra config."""
+
+from __future__ import annotations
+
+from paro_lm.cli import Tool, check_run, hydra_entry
+from paro_lm.config import Config
+
+TOOL = Tool(
+    name="paro-train",
+    description="pretrain a language model, or continue a run.",
+    examples=(
+        "paro-train experiment=quickstart",
+        "paro-train model=llama_125m data.train='my/*.txt' run_name=mine steps=2000 optim.lr=6e-4",
+        "torchrun --nproc-per-node 4 -m paro_lm.train parallel.sharding=NNN precision=bf16",
+    ),
+    check=check_run,
+)
+
+
+def task(cfg: Config) -> int:
+    """Train; the exit code is 0 when done and 75 when stopped after saving."""
+    from paro_lm.trainer import Trainer  # torch is imported only for a config that is right
+
+    return Trainer(cfg).fit()
+
+
+def main() -> None:
+    hydra_entry(task, TOOL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Checks of a whole configuration: every value, and what spans groups.
+
+`validate` returns all problems, not the first, and needs no process group, no data file and no torch. Each problem is one sentence
+that starts with the full key and says what is wrong, what was given, and what would be right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any
+
+from paro_lm.config import SHARDING_NAMES, Config, leaves
+from paro_lm.optim.schedule import ramp_problems
+
+# What the schema names and the engine cannot do yet. Whoever adds a feature deletes its line.
+NOT_SUPPORTED_YET: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("parallel.pp", lambda cfg: cfg.parallel.pp > 1, "pipeline stages are not supported yet; use parallel.pp=1"),
+    ("parallel.tp", lambda cfg: cfg.parallel.tp > 1, "tensor parallelism is not supported yet; use parallel.tp=1"),
+    ("runtime.backend", lambda cfg: cfg.runtime.backend == "fake", "fake worlds are not supported yet; use auto, nccl or gloo"),
+)
+
+
+def validate(cfg: Config, world_size: int, local_world_size: int | None = None) -> list[str]:
+    """All problems of a config that is to run on `world_size` ranks, `local_world_size` of them per node; empty = it is right."""
+    problems = check_fields(cfg)
+    dividing = () if problems else (_lengths, _model, _world(world_size, local_world_size or world_size))
+    for check in (_names, _data, _precision, _optimizer, _logging, _sharding, *dividing, _unsupported):
+        problems.extend(check(cfg))
+    return problems
+
+
+def check_fields(cfg: Any) -> list[str]:
+    """Values outside the choices and limits that their fields declare, for any schema."""
+    return list(_field_problems(cfg))
+
+
+def _field_problems(cfg: Any) -> Iterator[str]:
+    for key, _, item in leaves(type(cfg)):
+        value: Any = cfg
+        for name in key.split("."):
+            value = getattr(value, name)
+        choices, least, above = (item.metadata.get(name) for name in ("choices", "least", "above"))
+        if value is None:
+            continue
+        if choices and value not in choices:
+            yield f"{key}: must be one of {', '.join(choices)}, got {value!r}"
+        elif least is not None and value < least:
+            yield f"{key}: must be at least {least}, got {value}"
+        elif above is not None and value <= above:
+            yield f"{key}: must be above {above}, got {value}"
+
+
+def _unsupported(cfg: Config) -> Iterator[str]:
+    for key, applies, reason in NOT_SUPPORTED_YET:
+        if applies(cfg):
+            group, _, name = key.partition(".")
+            yield f"{key}: {reason} (got {getattr(getattr(cfg, group), name)})"
+
+
+def _names(cfg: Config) -> Iterator[str]:
+    path = PurePath(cfg.run_name)
+    if not cfg.run_name.strip() or path.is_absolute() or ".." in path.parts or path == PurePath():
+        yield f"run_name: must name a folder inside output_dir, got {cfg.run_name!r}; use letters, digits, '-', '_' and '.'"
+    if not cfg.output_dir.strip():
+        yield "output_dir: must name a folder, got an empty string"
+    if not cfg.checkpoint.resume.strip():
+        yield "checkpoint.resume: must be auto, never or a path, got an empty string"
+
+
+def _lengths(cfg: Config) -> Iterator[str]:
+    if cfg.parallel.sequence_parallel and cfg.parallel.tp > 1 and cfg.seq_length % cfg.parallel.tp:
+        yield f"seq_length: {cfg.seq_length} is not divisible by parallel.tp={cfg.parallel.tp}, which parallel.sequence_parallel=true needs"
+    if cfg.parallel.sequence_parallel and cfg.parallel.tp == 1:
+        yield "parallel.sequence_parallel: needs parallel.tp > 1, got parallel.tp=1; set it to false"
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if data.weights and len(data.weights) != len(data.train):
+        yield f"data.weights: needs one weight per entry of data.train, got {len(data.weights)} weights and {len(data.train)} entries"
+    if data.weights and (min(data.weights) < 0 or sum(data.weights) <= 0):
+        yield f"data.weights: must be at least 0 and not all 0, got {data.weights}"
+    if data.valid_fraction >= 1:
+        yield f"data.valid_fraction: must be below 1, got {data.valid_fraction}"
+    if cfg.eval.every and not data.valid and data.valid_fraction == 0:
+        yield "eval.every: there is nothing to validate on with data.valid_fraction=0 and no data.valid; set one of them, or eval.every=0"
+
+
+def _precision(cfg: Config) -> Iterator[str]:
+    types = cfg.precision
+    if types.name != types.param_dtype:
+        yield (
+            f"precision.name: {types.name} does not fit precision.param_dtype={types.param_dtype}; "
+            "choose both at once with precision=fp64, fp32, bf16 or fp16"
+        )
+    if "fp64" in (types.param_dtype, types.main_dtype):
+        others = {name: getattr(types, name) for name in ("param_dtype", "grad_dtype", "reduce_dtype", "main_dtype")}
+        if set(others.values()) != {"fp64"}:
+            yield f"precision: fp64 must be the type of all four buffers, got {others}; use precision=fp64"
+        if cfg.runtime.device == "mps":
+            yield "runtime.device: mps has no fp64; use precision=fp32 or runtime.device=cpu"
+    if types.param_dtype == "fp32" and types.main_dtype == "fp32" and "fp64" in (types.grad_dtype, types.reduce_dtype):
+        yield f"precision.grad_dtype: fp64 gradients need precision=fp64, got grad {types.grad_dtype}, reduce {types.reduce_dtype}"
+    if types.loss_scale is not None and types.param_dtype != "fp16":
+        yield f"precision.loss_scale: only fp16 scales the loss, got {types.loss_scale} with {types.param_dtype}; set it to null"
+
+
+def _optimizer(cfg: Config) -> Iterator[str]:
+    optim = cfg.optim
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr: must not exceed optim.lr, got {optim.min_lr} > {optim.lr}"
+    for name in ("beta1", "beta2"):
+        if getattr(optim, name) >= 1:
+            yield f"optim.{name}: must be below 1, got {getattr(optim, name)}"
+    if optim.warmup_steps > cfg.steps:
+        yield f"optim.warmup_steps: {optim.warmup_steps} steps of warm-up do not fit into steps={cfg.steps}"
+    elif optim.schedule == "wsd" and optim.warmup_steps + (optim.decay_steps or 0) > cfg.steps:
+        yield (
+            f"optim.decay_steps: warm-up {optim.warmup_steps} + decay {optim.decay_steps} do not fit into steps={cfg.steps}; "
+            "wsd decays at the end of the run"
+        )
+    if cfg.model.dropout >= 1:
+        yield f"model.dropout: must be below 1, got {cfg.model.dropout}"
+
+
+def _logging(cfg: Config) -> Iterator[str]:
+    steps = cfg.logging.profile_steps
+    if steps and not (len(steps) == 2 and 0 <= steps[0] <= steps[1] <= cfg.steps):
+        yield f"logging.profile_steps: must be [first, last] with 0 <= first <= last <= steps={cfg.steps}, got {steps}"
+
+
+def _sharding(cfg: Config) -> Iterator[str]:
+    cells = {"parallel.sharding": cfg.parallel.sharding}
+    cells.update({f"parallel.sharding_overrides.{unit}": cell for unit, cell in cfg.parallel.sharding_overrides.items()})
+    for key, cell in cells.items():
+        is_cell = len(cell) == 3 and set(cell.upper()) <= set("NIG")
+        if not is_cell and cell.lower() not in SHARDING_NAMES:
+            yield f"{key}: must be three letters of N, I, G (parameters, gradients, states) or {', '.join(SHARDING_NAMES)}, got {cell!r}"
+
+
+def _model(cfg: Config) -> list[str]:
+    from paro_lm.model.validate import check_model
+
+    return check_model(cfg.model, tp=cfg.parallel.tp, seq_length=cfg.seq_length)
+
+
+def _world(world_size: int, local_world_size: int) -> Callable[[Config], Iterator[str]]:
+    """The checks that need the number of ranks."""
+    return lambda cfg: itertools.chain(_launch(cfg, world_size, local_world_size), _mesh(cfg, world_size))
+
+
+def _launch(cfg: Config, world_size: int, local_world_size: int) -> Iterator[str]:
+    tp = cfg.parallel.tp
+    if local_world_size % tp and tp % local_world_size:
+        yield f"parallel.tp: {tp} ranks would straddle nodes of {local_world_size} ranks; let one divide the other"
+    if cfg.runtime.world_size is not None and cfg.runtime.backend != "fake":
+        yield f"runtime.world_size: only a fake world has a size of its own, got {cfg.runtime.world_size}; start ranks with torchrun"
+    if cfg.runtime.device == "mps" and world_size > 1:
+        yield f"runtime.device: mps runs one process, got a world of {world_size}"
+
+
+def _mesh(cfg: Config, world_size: int) -> Iterator[str]:
+    pp, tp, group_size = cfg.parallel.pp, cfg.parallel.tp, cfg.parallel.group_size
+    if world_size % (pp * tp):
+        yield (
+            f"parallel.tp: {world_size} ranks cannot be split into parallel.pp={pp} x parallel.tp={tp} x dp; "
+            f"the number of ranks must be a multiple of {pp * tp}"
+        )
+        return
+    dp = world_size // (pp * tp)
+    if group_size is not None and dp % group_size:
+        valid = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
+        yield (
+            f"parallel.group_size: {group_size} does not divide the {dp} data-parallel ranks "
+            f"(world {world_size} / pp {pp} / tp {tp}); use one of {valid}"
+        )
+    yield from _batches(cfg, dp)
+
+
+def _batches(cfg: Config, dp: int) -> Iterator[str]:
+    micro, size = cfg.micro_batch_size, cfg.global_batch_size
+    unit = micro * dp
+    if size % unit:
+        lower = size // unit * unit
+        near = f"{lower} or {lower + unit}" if lower else str(unit)
+        yield f"global_batch_size: {size} is not divisible by micro_batch_size={micro} x {dp} data-parallel ranks = {unit}; use {near}"
+    yield from ramp_problems(cfg.batch_ramp, size, unit)
+
+
+def num_micro_batches(cfg: Config, world_size: int, global_batch_size: int | None = None) -> int:
+    """Micro-batches of a step on each data rank: global batch / (micro-batch x dp); the batch defaults to the config's."""
+    dp = world_size // (cfg.parallel.pp * cfg.parallel.tp)
+    size = cfg.global_batch_size if global_batch_size is None else global_batch_size
+    assert size % (cfg.micro_batch_size * dp) == 0, "validate() refuses this"
+    return size // (cfg.micro_batch_size * dp)
