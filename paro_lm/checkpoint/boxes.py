@@ -83,7 +83,7 @@ class BoxedShard:
     """
 
     def __init__(self, shard: FlatShard) -> None:
-        assert shard.data.dim() == 1 and shard.data.numel() == shard.stop - shard.start, shard.name
+        assert shard.data.shape == (shard.stop - shard.start,), (shard.name, shard.data.shape)
         self.shard = shard
 
     def size(self) -> torch.Size:

@@ -58,10 +58,10 @@ class HashingStream(io.RawIOBase):
 
 
 class RecordingFileSystem(FileSystem):
-    """DCP's file system, which notes a FileRecord of every file it writes, by file name."""
+    """DCP's file system, which notes in `records` what every file that it writes looks like, by file name."""
 
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
+    def __init__(self, records: dict[str, FileRecord]) -> None:
+        self.records = records
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:

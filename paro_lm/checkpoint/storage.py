@@ -74,12 +74,8 @@ class BoxWriter(FileSystemWriter):
 
     def __init__(self, path: Path, *, copy_ahead: bool) -> None:
         super().__init__(path, overwrite=False, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
-        self.fs = RecordingFileSystem()
-
-    @property
-    def records(self) -> dict[str, FileRecord]:
-        """Records of the files that this rank wrote."""
-        return dict(self.fs.records)
+        self.records: dict[str, FileRecord] = {}
+        self.fs = RecordingFileSystem(self.records)
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
         if plan.items:

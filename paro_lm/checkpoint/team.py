@@ -39,28 +39,26 @@ class Team:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return all results (picklable), in rank order.
+    def run(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; each gets its own result.
 
         When it raises on any rank, every rank raises: ValueError when all errors are ValueError, else CheckpointError; the
         message names the ranks. No rank is left waiting.
         """
-        result, error, failure = None, None, None
+        error, failure = None, None
         try:
             result = action()
         except Exception as caught:
             error, failure = caught, (isinstance(caught, ValueError), _describe(caught))
-        answers = self.all_gather((result, failure))
-        failures = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
+        failures = {rank: failure for rank, failure in enumerate(self.all_gather(failure)) if failure is not None}
         if failures:
             kind = ValueError if all(is_value_error for is_value_error, _ in failures.values()) else CheckpointError
-            raise kind(self._message({rank: message for rank, (_, message) in failures.items()})) from error
-        return [answer[0] for answer in answers]  # type: ignore[misc]
+            raise kind(self._message({rank: text for rank, (_, text) in failures.items()})) from error
+        return result
 
-    def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 only, and return its result, or raise as `agree` does, on every rank."""
-        result = self.agree(lambda: action() if self.rank == 0 else None)[0]
-        return result  # type: ignore[return-value]
+    def run_on_first(self, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0 only; raises on every rank as `run` does."""
+        self.run(lambda: action() if self.rank == 0 else None)
 
     def _message(self, messages: dict[int, str]) -> str:
         if self.size == 1:
