@@ -7,6 +7,7 @@ signal or a time limit after saving, 1 anything else (with a traceback).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from paro_lm.config import Config, ConfigError, convert, field_types, is_section
-from paro_lm.overrides import check_overrides
+from paro_lm.overrides import check_overrides, quote
 from paro_lm.validation import check_fields, validate
 
 EXIT_OK = 0
@@ -174,9 +175,11 @@ def _group_choices(folders: list[Path], overrides: Sequence[str] = ()) -> dict[s
 def _compose(overrides: list[str], tool: Tool, folders: list[Path], config_name: str) -> DictConfig:
     """hydra's composition over the schema's defaults; plain values, not yet typed."""
     _store_schema(tool.schema)
-    search_path = [f"hydra.searchpath=[{','.join(repr(f'file://{folder}') for folder in folders)}]"] if folders else []
-    with initialize_config_dir(config_dir=str(config_folder()), job_name=tool.name, version_base="1.3"):
-        return compose(config_name=config_name, overrides=[*search_path, *overrides])
+    known = [config_folder(), *folders]
+    main = next((folder for folder in known if (folder / f"{config_name}.yaml").is_file()), known[0])
+    others = ",".join(quote(f"file://{folder}") for folder in known if folder != main)
+    with initialize_config_dir(config_dir=str(main), job_name=tool.name, version_base="1.3"):
+        return compose(config_name=config_name, overrides=[*([f"hydra.searchpath=[{others}]"] if others else []), *overrides])
 
 
 def _store_schema(schema: type) -> None:
@@ -203,10 +206,15 @@ def _typed(composed: DictConfig, tool: Tool, problems: dict[str, str]) -> Any:
     cfg, wrong = convert({str(name): value for name, value in values.items()}, tool.schema)
     wrong = {**problems, **wrong}
     # A refused option has its default here; what is said about that default would only confuse.
-    further = [problem for problem in tool.check(cfg) if not any(key in problem for key in wrong)]
+    further = [problem for problem in tool.check(cfg) if not any(_mentions(problem, key) for key in wrong)]
     if wrong or further:
         raise ConfigError([*wrong.values(), *further])
     return cfg
+
+
+def _mentions(problem: str, key: str) -> bool:
+    names = (name.rstrip(".") for name in re.findall(r"[\w.]+", problem))
+    return any(name == key or name.startswith(f"{key}.") for name in names)
 
 
 def _hydra_message(error: Exception) -> str:

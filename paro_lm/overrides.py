@@ -96,15 +96,15 @@ def _quoted_value(value: str, kind: Any) -> str:
     if origin is dict or (value == "null" and (is_optional or inner is not str)):
         return value
     if inner is str:
-        return value if _is_quoted(value) else _quote(value)
-    return value if _PLAIN_VALUE.fullmatch(value) else _quote(value)
+        return value if _is_quoted(value) else quote(value)
+    return value if _PLAIN_VALUE.fullmatch(value) else quote(value)
 
 
 def _is_quoted(value: str) -> bool:
     return len(value) >= 2 and value[0] in "'\"" and value[-1] == value[0] and value[0] not in value[1:-1]
 
 
-def _quote(value: str) -> str:
+def quote(value: str) -> str:
     """hydra's single-quoted form: backslashes count only in front of a quote."""
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
     trailing = len(escaped) - len(escaped.rstrip("\\"))

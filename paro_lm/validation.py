@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from paro_lm.config import SHARDING_NAMES, Config, leaves
+from paro_lm.model.validate import check_model
 from paro_lm.optim.schedule import ramp_problems
 
 # What the schema names and the engine cannot do yet. Whoever adds a feature deletes its line.
@@ -121,8 +122,6 @@ def _optimizer(cfg: Config) -> Iterator[str]:
             f"optim.decay_steps: warm-up {optim.warmup_steps} + decay {optim.decay_steps} do not fit into steps={cfg.steps}; "
             "wsd decays at the end of the run"
         )
-    if cfg.model.dropout >= 1:
-        yield f"model.dropout: must be below 1, got {cfg.model.dropout}"
 
 
 def _logging(cfg: Config) -> Iterator[str]:
@@ -141,8 +140,6 @@ def _sharding(cfg: Config) -> Iterator[str]:
 
 
 def _model(cfg: Config) -> list[str]:
-    from paro_lm.model.validate import check_model
-
     return check_model(cfg.model, tp=cfg.parallel.tp, seq_length=cfg.seq_length)
 
 
