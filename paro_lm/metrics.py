@@ -83,7 +83,7 @@ class Throughput:
     """Measures steps: `start()` before the data of a step is fetched, `stop(tokens)` when its loss is on the host.
 
     What happens between a stop and the next start (evaluation, checkpoints) does not count. `flops_per_token` are model FLOPs,
-    forward and backward, see `cost.model_flops`; `num_ranks` are all ranks of the world, whatever they are used for.
+    forward and backward, see `model.flops.model_flops`; `num_ranks` are all ranks of the world, whatever they are used for.
     """
 
     def __init__(

@@ -10,11 +10,10 @@ Source: PaRO, arXiv 2310.06003, sections 3 and 4, tables reconstructed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from paro_lm.config import ModelConfig
 from paro_lm.parallel.mesh import DATA_AXES, MeshShape
 from paro_lm.parallel.sharding import Cell, Placement, Step, accumulate_steps, finish_steps, publish_steps, unshard_steps
 
@@ -154,6 +153,16 @@ Algorithm = str | Callable[[str, tuple[str, ...], int], str]
 """hierarchical | ho_ring | ring | gloo, or a function (operation, axes, bytes of the whole) -> one of these."""
 
 
+def wire_algorithm(collectives: str, *, gloo: bool, auto_bytes: Mapping[str, int]) -> Algorithm:
+    """What `parallel.collectives` sends like on Gloo or on NCCL; `auto_bytes` is the smallest message, per operation, that auto
+    gives to HO-Ring on Gloo. NCCL's own collectives send as a ring does, and auto stays with them.
+    """
+    native = "gloo" if gloo else "ring"
+    if collectives == "auto" and gloo:
+        return lambda operation, axes, num_bytes: "ho_ring" if num_bytes >= auto_bytes[operation] else native
+    return native if collectives in ("native", "auto") else collectives
+
+
 def bytes_sent(
     operation: str, axes: Iterable[str], num_bytes: int, shape: MeshShape, *, algorithm: str, last_of_group: bool = False
 ) -> dict[str, int]:
@@ -191,7 +200,7 @@ def step_bytes(
 
     Parameters travel in their dtype, trainable and frozen buffers as collectives of their own; gradients in the reduce dtype.
     """
-    total: Counter[str] = Counter({axis: 0 for axis in DATA_AXES})
+    total: Counter[str] = Counter(dict.fromkeys(DATA_AXES, 0))
     for unit in units:
         for op in operations(unit.cell, accumulation=accumulation, gathers=unit.gathers):
             for numel in (unit.trainable, unit.frozen if op.phase == "param" else 0):
@@ -262,28 +271,3 @@ def paper_time_hpz(
         sync_p=0.0,
         accumulation=accumulation,
     )
-
-
-# -------------------------------------------------------------------------------------------------------- computation
-
-
-def model_flops(model: ModelConfig, *, vocab_size: int, seq_length: int, num_samples: int = 1) -> int:
-    """Floating-point operations of forward and backward of `num_samples` samples, the numerator of MFU.
-
-    6 B s (L (h (q + 2k) + q h + E h f) + h V) + 6 L q B s^2: matrix products and the causal half of attention; recomputation, norms
-    and embeddings are not counted. q and k are the widths of queries and of keys, E = 3 for SwiGLU else 2.
-    """
-    head_dim = model.head_dim or model.hidden_size // model.num_heads
-    q, k = model.num_heads * head_dim, (model.num_kv_heads or model.num_heads) * head_dim
-    h, matrices = model.hidden_size, 3 if model.activation == "swiglu" else 2
-    weights = model.num_layers * (h * (q + 2 * k) + q * h + matrices * h * ffn_size(model)) + h * vocab_size
-    return 6 * num_samples * seq_length * weights + 6 * model.num_layers * q * num_samples * seq_length**2
-
-
-def ffn_size(model: ModelConfig) -> int:
-    """Width inside the MLP: as configured, else 4 h, or 8/3 h rounded up to 64 for SwiGLU."""
-    if model.ffn_size is not None:
-        return model.ffn_size
-    if model.activation == "swiglu":
-        return -(-8 * model.hidden_size // (3 * 64)) * 64
-    return 4 * model.hidden_size

@@ -9,7 +9,6 @@ import itertools
 
 import pytest
 
-from paro_lm.config import ModelConfig
 from paro_lm.parallel.cost import (
     ElementBytes,
     MemoryBytes,
@@ -18,12 +17,12 @@ from paro_lm.parallel.cost import (
     bytes_sent,
     ideal_memory,
     memory,
-    model_flops,
     operations,
     paper_time,
     paper_time_hpz,
     step_bytes,
     unit_memory,
+    wire_algorithm,
 )
 from paro_lm.parallel.mesh import MeshShape
 from paro_lm.parallel.sharding import ALL_CELLS, KEPT_CELLS, Cell
@@ -264,16 +263,12 @@ def test_operations_shrink_what_crosses_groups() -> None:
             assert "dp_intra" in op.within or "dp_intra" in op.axes, (str(cell), op)
 
 
-@pytest.mark.parametrize(
-    ("model", "vocab_size", "seq_length", "expected"),
-    [
-        ({"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "ffn_size": 11008}, 32000, 4096, 175_569_673_125_888),
-        ({"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336}, 128256, 8192, 421_645_529_382_912),
-        ({"hidden_size": 768, "num_layers": 12, "num_heads": 12, "activation": "gelu"}, 50304, 1024, 817_184_636_928),
-        ({"hidden_size": 8, "num_layers": 2, "num_heads": 4, "head_dim": 2, "num_kv_heads": 2, "ffn_size": 16}, 32, 4, 35_328),
-    ],
-)
-def test_model_flops(model: dict[str, object], vocab_size: int, seq_length: int, expected: int) -> None:
-    cfg = ModelConfig(**model)
-    assert model_flops(cfg, vocab_size=vocab_size, seq_length=seq_length) == expected
-    assert model_flops(cfg, vocab_size=vocab_size, seq_length=seq_length, num_samples=3) == 3 * expected
+def test_what_each_option_sends_like() -> None:
+    sizes = {"all_gather": 100, "reduce_scatter": 200, "all_reduce": 300}
+    for name, on_gloo, on_nccl in (("native", "gloo", "ring"), ("ring", "ring", "ring"), ("ho_ring", "ho_ring", "ho_ring")):
+        assert wire_algorithm(name, gloo=True, auto_bytes=sizes) == on_gloo
+        assert wire_algorithm(name, gloo=False, auto_bytes=sizes) == on_nccl
+    assert wire_algorithm("auto", gloo=False, auto_bytes=sizes) == "ring"
+    auto = wire_algorithm("auto", gloo=True, auto_bytes=sizes)
+    assert callable(auto)
+    assert [auto("reduce_scatter", ("dp_intra",), size) for size in (199, 200)] == ["gloo", "ho_ring"]
