@@ -55,11 +55,8 @@ class Attention(nn.Module):
         def projection(features: int, heads: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(hidden, features, bias=cfg.qkv_bias, std=cfg.init_std, tensor=tensor, num_blocks=heads)
 
-        self.q, self.k, self.v = (
-            projection(query, sizes.num_heads),
-            projection(key, sizes.num_kv_heads),
-            projection(key, sizes.num_kv_heads),
-        )
+        self.q = projection(query, sizes.num_heads)
+        self.k, self.v = (projection(key, sizes.num_kv_heads) for _ in range(2))
         self.o = RowParallelLinear(query, hidden, bias=cfg.out_bias, std=sizes.output_std, tensor=tensor)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

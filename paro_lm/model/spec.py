@@ -69,12 +69,12 @@ def initial_value(name: str, spec: ParameterSpec, seed: int) -> Tensor:
         return torch.zeros(spec.local_shape)
     if spec.init == "ones":
         return torch.ones(spec.local_shape)
-    assert spec.init == "normal" and len(spec.shape) == 2, (name, spec)
+    assert spec.init == "normal", (name, spec)
     value = torch.zeros(spec.local_shape)
     first_row, first_column = spec.offset
     columns = slice(first_column, first_column + spec.local_shape[1])
     last_row = min(first_row + spec.local_shape[0], spec.shape[0] if spec.valid_rows is None else spec.valid_rows)
-    for block in range(first_row // ROWS_PER_DRAW, -(-last_row // ROWS_PER_DRAW)):
+    for block in range(first_row // ROWS_PER_DRAW, -(-last_row // ROWS_PER_DRAW)) if last_row > first_row else ():
         generator = torch.Generator().manual_seed(derive_seed(seed, name, block))
         drawn = torch.randn(ROWS_PER_DRAW, spec.shape[1], generator=generator)
         start, stop = max(first_row, block * ROWS_PER_DRAW), min(last_row, (block + 1) * ROWS_PER_DRAW)

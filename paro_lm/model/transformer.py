@@ -73,10 +73,13 @@ class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig, sizes: ModelSizes, tensor: TensorParallel | None) -> None:
         super().__init__()
         self.activation, self.tensor = cfg.activation, tensor
-        column = {"bias": cfg.mlp_bias, "std": cfg.init_std, "tensor": tensor}
+
+        def projection() -> ColumnParallelLinear:
+            return ColumnParallelLinear(cfg.hidden_size, sizes.ffn_size, bias=cfg.mlp_bias, std=cfg.init_std, tensor=tensor)
+
         if cfg.activation == "swiglu":
-            self.gate = ColumnParallelLinear(cfg.hidden_size, sizes.ffn_size, **column)
-        self.up = ColumnParallelLinear(cfg.hidden_size, sizes.ffn_size, **column)
+            self.gate = projection()
+        self.up = projection()
         self.down = RowParallelLinear(sizes.ffn_size, cfg.hidden_size, bias=cfg.mlp_bias, std=sizes.output_std, tensor=tensor)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +149,8 @@ class TiedOutput(nn.Module):
     def __init__(self, tokens: VocabParallelEmbedding, *, owner: bool) -> None:
         super().__init__()
         self.tokens = tokens if owner else None
-        self._reference = () if owner else (tokens,)  # inside a tuple it is no child, so its parameters have one name
+        # inside a tuple it is no child, so its parameters keep one name
+        self._reference: tuple[VocabParallelEmbedding, ...] = () if owner else (tokens,)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         table = self._reference[0] if self.tokens is None else self.tokens

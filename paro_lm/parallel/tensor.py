@@ -227,7 +227,7 @@ class ColumnParallelLinear(SpecifiedModule):
         return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
 
     def specs(self) -> dict[str, ParameterSpec]:
-        shared = {"partial_axes": TP_AXES, "replicated_axes": TP_AXES} if self.rows is not None else {}
+        shared: dict[str, Any] = {"partial_axes": TP_AXES, "replicated_axes": TP_AXES} if self.rows is not None else {}
         tensor = None if self.rows is not None else self.tensor
         specs = {"weight": _slice_spec(self.shape, 0, tensor, std=self.std, valid_rows=self.valid_rows, **shared)}
         if self.bias is not None:
