@@ -28,17 +28,27 @@ class FileRecord:
 
 
 class HashingStream(io.RawIOBase):
-    """A writable stream that records what passes through it."""
+    """A writable stream that records what passes through it, and keeps the error that ended it.
+
+    `torch.save` reports a full disk as an "unexpected pos" of its own; `error` is what really happened.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._hash, self._size = stream, hashlib.sha256(), 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        if self.error is not None:
+            raise self.error
         view = memoryview(data).cast("B")
-        self._stream.write(view)
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self._hash.update(view)
         self._size += view.nbytes
         return view.nbytes
@@ -47,7 +57,8 @@ class HashingStream(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        self._stream.flush()
+        if self.error is None and not self._stream.closed:
+            self._stream.flush()
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -70,7 +81,12 @@ class RecordingFileSystem(FileSystem):
                 yield cast(io.IOBase, stream)
                 return
             hashing = HashingStream(stream)
-            yield hashing
+            try:
+                yield hashing
+            except Exception:
+                if hashing.error is not None:
+                    raise hashing.error from None
+                raise
             stream.flush()
             self.records[Path(path).name] = hashing.record
 

@@ -219,7 +219,7 @@ def prune(folder: Path, keep_last: int) -> None:
 def _read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         document = json.loads((path / name).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, f"{name} is missing, so it was never completed or was copied in part") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         size = (path / name).stat().st_size
