@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from paro_lm.config import RuntimeConfig
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,32 @@ def shutdown() -> None:
     """Leave the process group; every rank calls it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def on_rank_zero(work: Callable[[], Result]) -> Result:
+    """Run `work` on rank 0 and give every rank its result; ValueError (the user's error) and OSError are raised on every rank."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def all_ranks_equal(value: str) -> bool:
+    """Whether every rank of the world has the same string."""
+    return len(set(gather_objects(value))) == 1
+
+
+def gather_objects(value: Result) -> list[Result]:
+    """The values of all ranks, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def seed_everything(seed: int) -> None:

@@ -104,6 +104,7 @@ class ShardingEngine:
         self._micro_batch_is_last: bool | None = None
         self._cursor = len(self._units)
         self._last_forward = -1
+        self._held = False
         self._used: dict[str, bool] = {name: False for unit in self._units if unit.trainable for name in _names(unit.trainable)}
         for unit in self._units:
             self._install(unit)
@@ -203,6 +204,8 @@ class ShardingEngine:
 
     def _before_forward(self, unit: _UnitRuntime, position: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._held:
+                return
             recomputing = unit.state is State.BACKWARD
             if position == 0 and not recomputing:
                 self._check_order(unit)
@@ -224,6 +227,8 @@ class ShardingEngine:
 
     def _after_forward(self, unit: _UnitRuntime, is_last_module: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._held:
+                return
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if torch.is_grad_enabled():
                 if outputs:
@@ -407,12 +412,17 @@ class ShardingEngine:
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The model with all parameters whole, on every rank, for reading. A collective call."""
+        """The model with all parameters whole, for reading and for forwards without gradients, which then need no other rank.
+
+        Entering is a collective call.
+        """
         for unit in self._units:
             self._unshard(unit)
+        self._held = True
         try:
             yield self.model
         finally:
+            self._held = False
             for unit in self._units:
                 self._reshard(unit)
 
@@ -441,14 +451,15 @@ class ShardingEngine:
         return result
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's resting parameters, gradients, and main parameters (where they are not the parameters)."""
-        result = {"param": 0, "grad": 0, "main": 0}
+        """Bytes of this rank's resting parameters, gradients and main parameters; `shared` of them are counted in param and in main."""
+        result = {"param": 0, "grad": 0, "main": 0, "shared": 0}
         for unit in self._units:
             for buffer in unit.buffers:
                 result["param"] += buffer.param.nbytes
                 result["grad"] += buffer.grad.nbytes if buffer.grad is not None else 0
-                if buffer.main is not None and buffer.main is not buffer.param:
+                if buffer.main is not None:
                     result["main"] += buffer.main.nbytes
+                    result["shared"] += buffer.main.nbytes if buffer.main is buffer.param else 0
         return result
 
 

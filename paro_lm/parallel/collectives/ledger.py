@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 
 class ByteLedger:
@@ -35,6 +36,11 @@ class ByteLedger:
         """Forget everything, as at the start of a step."""
         with self._lock:
             self._sent.clear()
+
+    def restore(self, entries: Mapping[tuple[str, str], int]) -> None:
+        """Go back to what `entries` gave, leaving out what was counted since."""
+        with self._lock:
+            self._sent = Counter(entries)
 
     def _sum(self, part: int) -> dict[str, int]:
         result: Counter[str] = Counter()

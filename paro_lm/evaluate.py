@@ -1,0 +1,58 @@
+"""Validation loss of a model over prepared data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from paro_lm.data.dataset import TokenDataset
+from paro_lm.data.indexed import IndexedReader
+from paro_lm.data.loader import Loader
+from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, datasets: Sequence[TokenDataset], mesh: ParallelMesh, *, micro_batch_size: int, max_samples: int = 0) -> float:
+    """Mean loss per token over the first `max_samples` samples of the datasets (0 = all), in nats; the same number on every rank
+    and for every layout. All data ranks run equally many forwards: those without samples left run on samples without labels.
+    """
+    rank, size = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
+    left = max_samples if max_samples else sum(dataset.complete_samples for dataset in datasets)
+    loss, tokens = 0.0, 0
+    model.eval()
+    for dataset in datasets:
+        num_samples = min(left, dataset.complete_samples)
+        left -= num_samples
+        loader = Loader(dataset, data_rank=rank, data_size=size, micro_batch_size=micro_batch_size, num_samples=num_samples)
+        while loader.consumed_samples < num_samples:
+            (batch,) = loader.next(1)
+            batch = batch.to(mesh.device)
+            loss += model(batch.tokens, labels=batch.labels, positions=batch.positions, documents=batch.documents).item()
+            tokens += batch.num_loss_tokens
+    model.train()
+    return mesh.sum(loss, DATA_AXES) / max(1, mesh.sum(tokens, DATA_AXES))
+
+
+def unigram_loss(train: Sequence[Path], datasets: Sequence[TokenDataset], *, vocab_size: int, max_samples: int = 0) -> float:
+    """Mean loss per token of the add-one unigram model of the training tokens over the same samples as `evaluate`, in nats."""
+    counts = np.ones(vocab_size, dtype=np.int64)
+    for prefix in train:
+        reader = IndexedReader(prefix)
+        for index in range(reader.num_documents):
+            counts += np.bincount(reader.document(index), minlength=vocab_size)
+    losses = np.log(counts.sum()) - np.log(counts)
+    left = max_samples if max_samples else sum(dataset.complete_samples for dataset in datasets)
+    total, tokens = 0.0, 0
+    for dataset in datasets:
+        num_samples = min(left, dataset.complete_samples)
+        left -= num_samples
+        for index in range(num_samples):
+            labels = dataset[index].labels
+            labels = labels[labels >= 0]
+            total += float(losses[labels].sum())
+            tokens += len(labels)
+    return total / max(1, tokens)

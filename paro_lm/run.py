@@ -1,0 +1,107 @@
+"""The folder of a run, and what a start with the same name means: begin, continue, or say that it is finished."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from paro_lm.checkpoint.folder import find_checkpoint, latest_checkpoint, read_meta
+from paro_lm.config import Config, difference, read_config, resolved_yaml
+
+FREE_TO_CHANGE = (
+    "steps", "output_dir", "micro_batch_size", "parallel", "eval", "checkpoint", "logging", "runtime",
+    "data.cache_dir", "data.num_workers", "model.name", "precision.name",
+)  # fmt: skip
+"""Options that a resume may change without being asked: they do not alter what the same steps compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a start does: `checkpoint` is loaded before the first step, `finished` starts none; `changes` are told to the user."""
+
+    folder: Path
+    checkpoint: Path | None
+    finished: bool
+    step: int = 0
+    changes: tuple[str, ...] = ()
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def create(self, cfg: Config, tokenizer: Path | None) -> None:
+        """Make the folder with the resolved config and a copy of the tokenizer, so that it is understood by itself.
+
+        Raises ValueError when the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.config_path.with_suffix(".yaml.tmp")
+            temporary.write_text(resolved_yaml(cfg), encoding="utf-8")
+            temporary.replace(self.config_path)
+            if tokenizer is not None and not self.tokenizer.exists():
+                if tokenizer.is_dir():
+                    shutil.copytree(tokenizer, self.tokenizer)
+                else:
+                    self.tokenizer.mkdir()
+                    shutil.copy(tokenizer, self.tokenizer)
+        except OSError as error:
+            raise ValueError(f"output_dir={cfg.output_dir}: cannot write {self.folder} ({error}); choose a folder you can write to.") from error
+
+
+def open_run(cfg: Config) -> Run:
+    """Decide what this start does, from what lies in the run folder; nothing is written.
+
+    auto continues the run if it has a checkpoint, and refuses a config that differs in more than FREE_TO_CHANGE; never refuses a
+    folder that exists; a path continues from that run or checkpoint whatever the differences. Raises ValueError with the choices.
+    """
+    folder = Path(cfg.output_dir) / cfg.run_name
+    _check_writable(cfg, folder)
+    resume = cfg.checkpoint.resume
+    if resume == "never":
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"checkpoint.resume=never, but the run folder {folder} exists; "
+                "choose another run_name, remove the folder, or continue it with checkpoint.resume=auto."
+            )
+        return Run(folder=folder, checkpoint=None, finished=False)
+    own = latest_checkpoint(folder / "checkpoints")
+    if resume != "auto" and own is None:  # once this run has checkpoints of its own, they are newer than what it started from
+        checkpoint = find_checkpoint(resume)
+        return Run(folder=folder, checkpoint=checkpoint, finished=False, step=int(read_meta(checkpoint)["step"]))
+    if own is None:
+        return Run(folder=folder, checkpoint=None, finished=False)
+    step = int(read_meta(own)["step"])
+    changes = difference(read_config(folder / "config.yaml"), cfg)
+    texts = tuple(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+    refused = [text for key, text in zip(changes, texts, strict=True) if not _is_free(key)]
+    if refused and resume == "auto":
+        raise ValueError(
+            f"the run {folder} was started with other options, and is at step {step}:\n  "
+            + "\n  ".join(refused)
+            + f"\nTo continue it, give the old values; to continue it with the new ones, add checkpoint.resume={folder}; "
+            "to start afresh, choose another run_name."
+        )
+    return Run(folder=folder, checkpoint=own, finished=step >= cfg.steps, step=step, changes=texts)
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
+
+
+def _check_writable(cfg: Config, folder: Path) -> None:
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"output_dir={cfg.output_dir}: {parent} is not a folder that can be written; choose another output_dir.")

@@ -1,0 +1,25 @@
+"""Text from a model in training."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from paro_lm.config import Config
+from paro_lm.data.prepare import Prepared
+from paro_lm.data.tokenizer import load_tokenizer
+from paro_lm.model.generate import generate
+from paro_lm.parallel.engine import ShardingEngine
+
+
+def sample_text(engine: ShardingEngine, prepared: Prepared, cfg: Config) -> str:
+    """The prompt of the config with its continuation, drawn at temperature 0.8 on rank 0 ("" elsewhere). A collective call."""
+    if prepared.tokenizer is None:
+        return "none, the tokenizer of the prepared data is not known (data.tokenizer names it)"
+    with engine.unsharded() as model:
+        if dist.get_rank() != 0:
+            return ""
+        tokenizer = load_tokenizer(prepared.tokenizer)
+        prompt = tokenizer.encode_batch([cfg.logging.sample_prompt or ""])[0] or [tokenizer.eod or 0]
+        length = min(cfg.logging.sample_tokens, cfg.model.max_positions - len(prompt))
+        (ids,) = generate(model, [prompt], max_new_tokens=length, temperature=0.8, top_k=50, eos=tokenizer.eod, seed=cfg.seed)
+        return tokenizer.decode([token for token in ids if token != tokenizer.eod])
