@@ -153,7 +153,7 @@ class TokenDataset:
         cache = ArrayCache(None if cache_dir is None else Path(cache_dir))
         self.streams = [TokenStream(p, seq_length=seq_length, key=(seed, d), shuffle=shuffle, cache=cache) for d, p in enumerate(prefixes)]
         by_size = [float(stream.num_tokens) for stream in self.streams]
-        self.weights = normalise_weights(by_size if not weights else weights, len(prefixes))
+        self.weights = normalise_weights(weights or by_size, len(prefixes))
         self._blend = Blend(self.weights, cache) if len(prefixes) > 1 else None
         self._key = f"{seq_length}/{seed}/{shuffle}/{self.weights}/{[s.content for s in self.streams]}"
 

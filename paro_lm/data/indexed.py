@@ -234,7 +234,8 @@ class IndexedReader:
         ends = self.pointers + self.lengths.astype(np.int64) * itemsize
         if len(ends) and int(ends.max()) > binary.stat().st_size:
             raise ValueError(
-                f"{binary} is truncated: its index needs {int(ends.max())} bytes, the file has {binary.stat().st_size}; prepare or copy it again"
+                f"{binary} is truncated: its index needs {int(ends.max())} bytes, "
+                f"the file has {binary.stat().st_size}; prepare or copy it again"
             )
         follows = self.pointers[1:] == ends[:-1]
         self.contiguous = bool(follows.all()) and (not len(ends) or self.pointers[0] == 0)
@@ -266,7 +267,8 @@ def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
         raise ValueError(
-            f"{index} has the older format TNTIDX, which is not supported; convert it to MMIDIDX with Megatron's tools or prepare the text again"
+            f"{index} has the older format TNTIDX, which is not supported; "
+            "convert it to MMIDIDX with Megatron's tools or prepare the text again"
         )
     if not header.startswith(MAGIC):
         raise ValueError(f"{index} is not a token index: it begins with {header[:9]!r} instead of {MAGIC!r} ({len(header)} bytes read)")

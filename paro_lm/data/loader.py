@@ -41,7 +41,8 @@ def collate(samples: list[Sample]) -> MicroBatch:
         return None if rows[0] is None else torch.from_numpy(np.stack(rows))
 
     tokens, labels = stack("tokens"), stack("labels")
-    assert tokens is not None and labels is not None
+    assert tokens is not None
+    assert labels is not None
     return MicroBatch(tokens=tokens, labels=labels, positions=stack("positions"), documents=stack("documents"))
 
 
@@ -66,7 +67,9 @@ class Loader:
         num_samples: int | None = None,
         prefetch: bool = False,
     ) -> None:
-        assert 0 <= data_rank < data_size and micro_batch_size > 0 and consumed_samples >= 0
+        assert 0 <= data_rank < data_size
+        assert micro_batch_size > 0
+        assert consumed_samples >= 0
         self.dataset, self.data_rank, self.data_size, self.micro_batch_size = dataset, data_rank, data_size, micro_batch_size
         self.consumed_samples, self.num_samples = consumed_samples, num_samples
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="paro-data") if prefetch else None
