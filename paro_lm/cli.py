@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from paro_lm.config import Config, ConfigError, convert, field_types, is_section
+from paro_lm.config import Config, ConfigError, convert, field_types, is_section, leaves
 from paro_lm.overrides import check_overrides, quote
 from paro_lm.validation import check_fields, validate
 
@@ -86,7 +86,7 @@ def load(
     """
     tool = tool or Tool(name="paro-train", description="", examples=())
     folders = [Path(config_dir).resolve()] if config_dir is not None else []
-    checked = check_overrides(list(overrides), tool.schema, _group_choices([config_folder(), *folders], overrides))
+    checked = check_overrides(list(overrides), tool.schema, _groups_of(tool, [config_folder(), *folders], overrides))
     try:
         values = _compose(checked.overrides, tool, folders, config_name or tool.config_name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -161,11 +161,13 @@ def _existing(folder: str | None) -> Path | None:
     return Path(folder).resolve()
 
 
-def _group_choices(folders: list[Path], overrides: Sequence[str] = ()) -> dict[str, set[str] | None]:
-    """Choices of every config group; None, which leaves them to hydra, when the command line adds search paths of its own."""
+def _groups_of(tool: Tool, folders: list[Path], overrides: Sequence[str] = ()) -> dict[str, set[str] | None]:
+    """Choices of the tool's config groups; None, which leaves them to hydra, when the command line adds search paths of its own."""
     groups: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
+            if tool.schema is not Config and path.parent.name not in field_types(tool.schema):
+                continue
             groups.setdefault(path.parent.name, set()).add(path.stem)
     if any(override.lstrip("+").startswith("hydra.searchpath") for override in overrides):
         return dict.fromkeys(groups)
@@ -243,7 +245,7 @@ def _delegate(task: Callable[[Any], int], tool: Tool, arguments: list[str], opti
     except ConfigError as error:
         return _refuse(tool, error.problems)
     checked = check_overrides(
-        options.overrides, tool.schema, _group_choices([config_folder(), *folders], options.overrides), is_sweep=options.multirun
+        options.overrides, tool.schema, _groups_of(tool, [config_folder(), *folders], options.overrides), is_sweep=options.multirun
     )
     if checked.problems:
         return _refuse(tool, list(checked.problems.values()))
@@ -258,19 +260,26 @@ def _delegate(task: Callable[[Any], int], tool: Tool, arguments: list[str], opti
     return max(codes, default=EXIT_OK)
 
 
+def _default_text(item: Field[Any]) -> str:
+    if isinstance(item.default_factory, type(MISSING)):
+        return "default null" if item.default is None else f"default {item.default!r}"
+    return f"default {item.default_factory()!r}"
+
+
 def _help(tool: Tool) -> str:
     examples = "\n".join(f"  {example}" for example in tool.examples)
-    choices = sorted(_group_choices([config_folder()]).items())
-    groups = "\n".join(f"  {name}: {', '.join(sorted(names or ()))}" for name, names in choices)
+    groups = "\n".join(f"  {name}: {', '.join(sorted(names or ()))}" for name, names in sorted(_groups_of(tool, [config_folder()]).items()))
+    keys = "\n".join(f"  {name}: {item.metadata['doc']} ({_default_text(item)})" for name, _, item in leaves(tool.schema))
+    is_run = tool.schema is Config
     return f"""{tool.name}: {tool.description}
 
-Usage: {tool.name} [flags] [group=choice ...] [key=value ...]
+Usage: {tool.name} [flags] {"[group=choice ...] " if is_run else ""}[key=value ...]
 
 Examples:
 {examples}
 
-Groups and their choices:
-{groups}
+{"Groups and their choices:" if is_run else "Keys:"}
+{groups if is_run else keys}
 
 Flags:
   --cfg job                        print the composed config instead of running

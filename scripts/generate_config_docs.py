@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from paro_lm.config import Config, field_types, is_section
+from paro_lm.tools import evaluate, generate
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 HEAD = """# Configuration
 
-Every option of a run, written by `make docs` from `paro_lm/config.py`. Set options on the command line (`optim.lr=3e-4`), in an
-experiment file (`conf/experiment/*.yaml`, or `--config-dir DIR experiment=mine` for `DIR/experiment/mine.yaml`), or choose a
-group's file (`model=gpt2_124m`, `precision=bf16`). `paro-train --cfg job ...` prints what a command line composes to.
+Every option of a run and of the tools, written by `make docs` from their dataclasses. Set options on the command line
+(`optim.lr=3e-4`), in an experiment file (`conf/experiment/*.yaml`, or `--config-dir DIR experiment=mine` for
+`DIR/experiment/mine.yaml`), or choose a group's file (`model=gpt2_124m`, `precision=bf16`). `paro-train --cfg job ...` prints what a
+command line composes to.
 """
 
 
@@ -58,7 +60,10 @@ def section(schema: type, title: str, prefix: str) -> list[str]:
 
 def render() -> str:
     """The whole page."""
-    return HEAD + "\n".join(section(Config, "Run", "")) + "\n"
+    lines = section(Config, "Run", "")
+    for tool in (generate.TOOL, evaluate.TOOL):
+        lines += section(tool.schema, f"`{tool.name}`", "")
+    return HEAD + "\n".join(lines) + "\n"
 
 
 def main() -> int:

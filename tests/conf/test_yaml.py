@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from paro_lm import train
 from paro_lm.cli import config_folder, load
 from paro_lm.config import Config, field_types
+from paro_lm.tools import evaluate, generate
 from paro_lm.validation import validate
 
 FILES = sorted(config_folder().glob("*/*.yaml"))
@@ -27,6 +29,12 @@ def test_every_group_file_sets_something_of_its_group():
     for path in FILES:
         assert path.parent.name == "experiment" or path.parent.name in field_types(Config), path
         assert any(line.strip() and not line.startswith("#") for line in path.read_text().splitlines()), path
+
+
+@pytest.mark.parametrize("tool", [train.TOOL, generate.TOOL, evaluate.TOOL], ids=lambda tool: tool.name)
+def test_root_files_compose(tool):
+    assert load([], tool=tool) == (load([]) if tool is train.TOOL else tool.schema())
+    assert (config_folder() / f"{tool.config_name}.yaml").is_file()
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
