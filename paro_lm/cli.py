@@ -261,9 +261,11 @@ def _delegate(task: Callable[[Any], int], tool: Tool, arguments: list[str], opti
 
 
 def _default_text(item: Field[Any]) -> str:
-    if isinstance(item.default_factory, type(MISSING)):
-        return "default null" if item.default is None else f"default {item.default!r}"
-    return f"default {item.default_factory()!r}"
+    value = item.default
+    if value is MISSING:
+        assert item.default_factory is not MISSING
+        value = item.default_factory()
+    return "default null" if value is None else f"default {value!r}"
 
 
 def _help(tool: Tool) -> str:
