@@ -35,7 +35,7 @@ class RunSummary:
     total_tokens: int
     """Tokens of the whole run, batch ramp included."""
     state_bytes: Mapping[str, int]
-    """Bytes of params, grads, main parameters with moments, and whatever else is known, by name."""
+    """Bytes of params, grads, main parameters with moments, by name; `shared` are those that two of them count."""
     layout: str
     """Mesh, sharding, accumulation, precision and device in words."""
 
@@ -46,7 +46,9 @@ class RunSummary:
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of every line of the table."""
         trainable = "" if self.num_trainable == self.num_params else f", {self.num_trainable:,} of them trainable"
-        parts = " + ".join(f"{name} {size / 1e9:.3f}" for name, size in self.state_bytes.items())
+        shared = self.state_bytes.get("shared", 0)
+        held = {name: size for name, size in self.state_bytes.items() if name != "shared"}
+        parts = " + ".join(f"{name} {size / 1e9:.3f}" for name, size in held.items()) + (f" - shared {shared / 1e9:.3f}" if shared else "")
         return [
             ("run", self.run_name),
             ("model", f"{self.model_name}, {self.num_params:,} parameters{trainable}"),
@@ -54,7 +56,7 @@ class RunSummary:
             ("step", f"{self.samples_per_step * self.seq_length:,} tokens ({self.samples_per_step:,} samples of {self.seq_length:,})"),
             ("total", f"{self.total_tokens:,} tokens in {self.steps:,} steps, {self.epochs:.2f} epochs"),
             ("tokens per parameter", f"{self.total_tokens / max(self.num_params, 1):.2f} (about 20 is compute-optimal)"),
-            ("memory per rank", f"{sum(self.state_bytes.values()) / 1e9:.3f} GB = {parts}, activations not counted"),
+            ("memory per rank", f"{(sum(held.values()) - shared) / 1e9:.3f} GB = {parts}, activations not counted"),
             ("layout", self.layout),
         ]
 

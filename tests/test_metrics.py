@@ -220,6 +220,12 @@ def test_the_table_before_the_first_step() -> None:
     assert not summary(total_tokens=40_000).warnings()
 
 
+def test_memory_that_two_buffers_share_counts_once() -> None:
+    sizes = {"param": 4_000_000, "grad": 4_000_000, "main": 12_000_000, "shared": 4_000_000}
+    assert "0.016 GB = param 0.004 + grad 0.004 + main 0.012 - shared 0.004," in dict(summary(state_bytes=sizes).rows())["memory per rank"]
+    assert "shared" not in dict(summary(state_bytes=sizes | {"shared": 0}).rows())["memory per rank"]
+
+
 def test_data_that_repeats_is_warned_about() -> None:
     console = quiet()
     describe_run(summary(total_tokens=100_000, num_trainable=10), console)

@@ -55,14 +55,14 @@ def sizes_of(engine: ShardingEngine) -> list[UnitSize]:
 def measure(
     mesh: ParallelMesh, grid: GridCollectives, cell: Cell, *, accumulation: int, dtypes: Dtypes, element: ElementBytes
 ) -> list[str]:
-    """Train two steps, count the second; differences between what was counted and the formulas."""
+    """Train and count the last step (with one micro-batch, the second); differences between what was counted and the formulas."""
     engine = ShardingEngine(
         model := Toy(dtypes.param), model.units(), mesh=mesh, cells=cell, dtypes=dtypes, gather_collectives=grid, reduce_collectives=grid,
         overlap=False,
     )  # fmt: skip
     optimizer = AdamW(engine, OptimConfig(), decays=lambda name: True)
     assert grid.ledger is not None
-    for _ in range(2):
+    for _ in range(2 if accumulation == 1 else 1):
         engine.wait()
         grid.ledger.reset()
         for index in range(accumulation):
