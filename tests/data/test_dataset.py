@@ -84,7 +84,8 @@ def test_samples_are_the_windows_of_the_concatenated_epochs(tmp_path: Path, seq:
         assert [*sample.tokens.tolist(), int(sample.labels[-1])] == stream[window * seq : window * seq + seq + 1]
         assert sample.labels.tolist() == stream[window * seq + 1 : window * seq + seq + 1]
         assert sample.tokens.dtype == sample.labels.dtype == np.int64
-    assert dataset.samples_per_epoch == first_window(1, total, seq) and dataset.complete_samples == (total - 1) // seq
+    assert dataset.samples_per_epoch == first_window(1, total, seq)
+    assert dataset.complete_samples == (total - 1) // seq
     assert dataset.num_tokens == total
 
 
@@ -93,7 +94,9 @@ def test_order_differs_between_epochs_and_seeds_and_not_between_runs(tmp_path: P
     datasets = [TokenDataset([prefix], seq_length=4, seed=seed) for seed in (1, 1, 2)]
     epoch = datasets[0].samples_per_epoch
     first, again, other = ([tuple(d[i].tokens) for i in range(2 * epoch)] for d in datasets)
-    assert first == again and first != other and first[:epoch] != first[epoch:]
+    assert first == again
+    assert first != other
+    assert first[:epoch] != first[epoch:]
     # Frozen: these orders may never change, or resumed runs would see other data.
     assert permutation(8, 1234, 0, 0, 0).tolist() == FROZEN
     reached_backwards = [tuple(datasets[1][i].tokens) for i in reversed(range(2 * epoch))]
@@ -122,9 +125,11 @@ def test_cache_gives_the_same_samples_and_follows_the_content(tmp_path: Path) ->
     expected = [fresh[i].tokens.tolist() for i in range(80)]
     assert samples() == expected
     files = sorted(cache.iterdir())
-    assert files and not list(cache.glob(".*"))
+    assert files
+    assert not list(cache.glob(".*"))
     stamps = [f.stat().st_mtime_ns for f in files]
-    assert samples() == expected and [f.stat().st_mtime_ns for f in sorted(cache.iterdir())] == stamps
+    assert samples() == expected
+    assert [f.stat().st_mtime_ns for f in sorted(cache.iterdir())] == stamps
     files[0].write_bytes(files[0].read_bytes()[:-3])  # damaged: built again
     assert samples() == expected
     before = fingerprint(prefix)
@@ -140,7 +145,8 @@ def test_fingerprint_sees_a_bin_that_changed_alone(tmp_path: Path) -> None:
     os.utime(tmp_path / "a.bin", ns=(1, 1))
     assert fingerprint(prefix) != before
     write(prefix, [[4, 5, 6]])
-    assert (tmp_path / "a.idx").read_bytes() == index and fingerprint(prefix) != before
+    assert (tmp_path / "a.idx").read_bytes() == index
+    assert fingerprint(prefix) != before
 
 
 def test_several_builders_of_one_cache(tmp_path: Path) -> None:
@@ -155,7 +161,8 @@ def test_several_builders_of_one_cache(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 8 and all(r == results[0] for r in results)
+    assert len(results) == 8
+    assert all(r == results[0] for r in results)
 
 
 def test_unwritable_cache_is_named(tmp_path: Path) -> None:
@@ -233,8 +240,10 @@ def test_blended_dataset_takes_each_sets_own_order(tmp_path: Path) -> None:
 def test_document_mask_conformance() -> None:
     sample = mask_documents(np.array([5, 9, 6, 7, 9, 8, 1]), eod=9)
     assert (sample.labels != IGNORE).astype(int).tolist() == [1, 0, 1, 1, 0, 1]
-    assert sample.positions is not None and sample.positions.tolist() == [0, 1, 0, 1, 2, 0]
-    assert sample.documents is not None and sample.documents.tolist() == [0, 0, 1, 1, 1, 2]
+    assert sample.positions is not None
+    assert sample.positions.tolist() == [0, 1, 0, 1, 2, 0]
+    assert sample.documents is not None
+    assert sample.documents.tolist() == [0, 0, 1, 1, 1, 2]
     assert sample.labels.tolist() == [9, IGNORE, 7, 9, IGNORE, 1]
 
 
@@ -249,19 +258,20 @@ def test_document_mask_without_eod_follows_the_index(tmp_path: Path) -> None:
         owners = [owner[t] for t in sample.tokens.tolist()]
         follower = plain[i].labels.tolist()
         assert sample.labels.tolist() == [t if at[t] > 0 else IGNORE for t in follower]
-        assert sample.documents is not None and sample.positions is not None
+        assert sample.documents is not None
+        assert sample.positions is not None
         changes = np.flatnonzero(np.diff(owners, prepend=-1))
         assert np.array_equal(np.flatnonzero(np.diff(sample.documents, prepend=-1)), changes)
         starts = {owners[c]: c for c in changes}
         assert sample.positions.tolist() == [j - starts[o] for j, o in enumerate(owners)]
-    assert plain[0].positions is None and plain[0].documents is None
+    assert plain[0].positions is None
+    assert plain[0].documents is None
 
 
 def test_ids_outside_the_vocabulary_raise(tmp_path: Path) -> None:
     dataset = TokenDataset([write(tmp_path / "a", [list(range(1, 30))])], seq_length=4, seed=0, vocab_size=29)
     with pytest.raises(ValueError, match=r"token id 29 in sample \d+ is outside the vocabulary of 29"):
-        for i in range(dataset.samples_per_epoch):
-            dataset[i]
+        _ = [dataset[i] for i in range(dataset.samples_per_epoch)]
     assert TokenDataset([tmp_path / "a"], seq_length=4, seed=0, vocab_size=30)[0].tokens.shape == (4,)
 
 

@@ -39,7 +39,8 @@ def test_a_step_has_the_same_samples_at_every_data_size(dataset: TokenDataset, d
             for j, batch in enumerate(part):
                 first = step * 8 + j * 2 * data_size + rank * 2
                 assert batch.tokens.tolist() == [dataset[first].tokens.tolist(), dataset[first + 1].tokens.tolist()]
-                assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.num_loss_tokens == 2 * SEQ
+                assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+                assert batch.num_loss_tokens == 2 * SEQ
         seen = sorted(row for part in parts for row in rows(part))
         assert seen == sorted(dataset[i].tokens.tolist() for i in range(step * 8, step * 8 + 8))
     assert {loader.consumed_samples for loader in loaders} == {32}
@@ -80,7 +81,8 @@ def test_state_from_other_data_is_noticed(dataset: TokenDataset, tmp_path: Path)
     other = Loader(TokenDataset([tmp_path / "a"], seq_length=SEQ, seed=8), data_rank=0, data_size=1, micro_batch_size=1)
     loader = Loader(dataset, data_rank=0, data_size=1, micro_batch_size=1)
     loader.next(3)
-    assert not other.load_state_dict(loader.state_dict()) and other.consumed_samples == 3
+    assert not other.load_state_dict(loader.state_dict())
+    assert other.consumed_samples == 3
 
 
 def test_samples_beyond_the_end_carry_no_loss(dataset: TokenDataset) -> None:
@@ -93,6 +95,8 @@ def test_samples_beyond_the_end_carry_no_loss(dataset: TokenDataset) -> None:
 def test_document_mask_reaches_the_batch(dataset: TokenDataset, tmp_path: Path) -> None:
     masked = TokenDataset([tmp_path / "a"], seq_length=SEQ, seed=7, eod=9, document_mask=True)
     batch = Loader(masked, data_rank=0, data_size=1, micro_batch_size=10).next(1)[0].to("cpu")
-    assert batch.positions is not None and batch.documents is not None
-    assert batch.positions.shape == batch.documents.shape == (10, SEQ) and batch.positions.dtype == torch.int64
+    assert batch.positions is not None
+    assert batch.documents is not None
+    assert batch.positions.shape == batch.documents.shape == (10, SEQ)
+    assert batch.positions.dtype == torch.int64
     assert batch.num_loss_tokens == int((batch.labels != IGNORE).sum()) < 40
