@@ -8,8 +8,11 @@ rows, a part of a last row.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -62,17 +65,48 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     return [Box((index, *box.offset), (1, *box.sizes)) for box in range_boxes(shape[1:], start, stop)]
 
 
-def shard_boxes(shard: FlatShard) -> list[Box]:
+def shard_boxes(shard: FlatShard, cuts: Sequence[int] = ()) -> list[Box]:
     """The boxes of a shard in the coordinates of its global tensor, in the order of its data.
 
+    cuts: ascending positions inside (start, stop) where no box may go across.
     A tensor without elements is one empty box at the origin, so that its name and shape are stored too.
     """
     if math.prod(shard.shape) == 0:
         return [Box(tuple(0 for _ in shard.shape), shard.shape)]
+    ends = [shard.start, *cuts, shard.stop]
     return [
         Box(tuple(outer + inner for outer, inner in zip(shard.offset, box.offset, strict=True)), box.sizes)
-        for box in range_boxes(shard.local_shape, shard.start, shard.stop)
+        for start, stop in pairwise(ends)
+        for box in range_boxes(shard.local_shape, start, stop)
     ]
+
+
+Extent = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Offset and shape of a block, and the range of it that a rank holds."""
+
+
+def extents(tensors: Mapping[str, object]) -> dict[str, Extent]:
+    """Which part of which tensor the shards among `tensors` are; picklable."""
+    return {
+        name: (shard.offset, shard.local_shape, shard.start, shard.stop) for name, shard in tensors.items() if isinstance(shard, FlatShard)
+    }
+
+
+def common_cuts(mine: Mapping[str, Extent], by_rank: Iterable[Mapping[str, Extent]]) -> dict[str, list[int]]:
+    """Where to cut the shards of this rank so that no two ranks hold ranges of a block that overlap but differ.
+
+    Replicas are cut alike when the flat buffers around them are alike. They are not where ranks of a tensor-parallel axis have
+    blocks of unequal size, or two pipeline stages share a tied weight. Then all are cut where any is, and DCP, which recognises
+    replicas by name and offset, stores each piece once. Shards that are cut alike have no cuts here.
+    """
+    ends: dict[tuple[str, tuple[int, ...], tuple[int, ...]], set[int]] = defaultdict(set)
+    for held in by_rank:
+        for name, (offset, local_shape, start, stop) in held.items():
+            ends[name, offset, local_shape].update((start, stop))
+    return {
+        name: sorted(end for end in ends[name, offset, local_shape] if start < end < stop)
+        for name, (offset, local_shape, start, stop) in mine.items()
+    }
 
 
 class BoxedShard:
@@ -80,11 +114,12 @@ class BoxedShard:
 
     DCP looks tensors up through its planner, which accepts only `torch.Tensor`; `storage.SavePlanner` and `storage.LoadPlanner`
     look up these objects. Ranks that hold the same range describe it by the same boxes, which DCP writes once.
+    cuts: see `shard_boxes`.
     """
 
-    def __init__(self, shard: FlatShard) -> None:
+    def __init__(self, shard: FlatShard, cuts: Sequence[int] = ()) -> None:
         assert shard.data.shape == (shard.stop - shard.start,), (shard.name, shard.data.shape)
-        self.shard = shard
+        self.shard, self.cuts = shard, cuts
 
     def size(self) -> torch.Size:
         return torch.Size(self.shard.shape)
@@ -95,7 +130,7 @@ class BoxedShard:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        return shard_boxes(self.shard)
+        return shard_boxes(self.shard, self.cuts)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.sizes)) for box in self.boxes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 
-from paro_lm.checkpoint.boxes import BoxedShard
+from paro_lm.checkpoint.boxes import BoxedShard, common_cuts, extents
 from paro_lm.checkpoint.files import FileRecord, RecordingFileSystem
 from paro_lm.checkpoint.team import CheckpointError, Team
 from paro_lm.parallel.buffer import FlatShard
@@ -118,8 +118,10 @@ def write_tensors(path: Path, tensors: dict[str, Storable], team: Team, *, copy_
     Raises CheckpointError on every rank when any rank fails.
     """
     writer = BoxWriter(path, copy_ahead=copy_ahead)
+    mine = extents(tensors)
+    boxed = _boxed(tensors, common_cuts(mine, team.all_gather(mine)))
     with _errors_of_dcp("write", team):
-        dcp.save(_boxed(tensors), storage_writer=writer, planner=BoxSavePlanner(), process_group=team.group, no_dist=team.size == 1)
+        dcp.save(boxed, storage_writer=writer, planner=BoxSavePlanner(), process_group=team.group, no_dist=team.size == 1)
     return writer.records
 
 
@@ -130,7 +132,7 @@ def read_tensors(path: Path, tensors: dict[str, Storable], team: Team) -> None:
     """
     with _errors_of_dcp("read", team):
         dcp.load(
-            _boxed(tensors),
+            _boxed(tensors, {}),
             storage_reader=BoxReader(path),
             planner=BoxLoadPlanner(),
             process_group=team.group,
@@ -143,8 +145,8 @@ def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     return FileSystemReader(path).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
-def _boxed(tensors: dict[str, Storable]) -> dict[str, Any]:
-    return {name: BoxedShard(value) if isinstance(value, FlatShard) else value for name, value in tensors.items()}
+def _boxed(tensors: dict[str, Storable], cuts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    return {name: BoxedShard(value, cuts.get(name, ())) if isinstance(value, FlatShard) else value for name, value in tensors.items()}
 
 
 @contextmanager

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from tests.checkpoint.state import SHAPES, assert_same, data_of, make_state
 
 from paro_lm.checkpoint import Checkpointer, find_checkpoint, latest_checkpoint, list_tensors, load_full, read_meta
 from paro_lm.checkpoint.folder import FORMAT_VERSION
 from paro_lm.parallel.buffer import FlatShard
+from tests.checkpoint.state import SHAPES, assert_same, data_of, make_state
 
 
 def checkpointer(folder, *, keep_last=0, async_save=False):
@@ -100,7 +100,8 @@ def test_unknown_and_missing_names(tmp_path):
         checkpointer(tmp_path).load(path, state)
     assert torch.equal(data_of(state["model/scale"]), data_of(make_state(0)["model/scale"])), "nothing is loaded"
     loaded = checkpointer(tmp_path).load(path, state, strict=False)
-    assert loaded.missing == ("model/new.bias",) and loaded.unexpected == ("model/norm.weight",)
+    assert loaded.missing == ("model/new.bias",)
+    assert loaded.unexpected == ("model/norm.weight",)
     assert torch.equal(data_of(state["model/new.bias"]), data_of(make_state(0)["model/norm.weight"]))
     assert torch.equal(data_of(state["model/scale"]), data_of(saved["model/scale"]))
 
@@ -119,7 +120,7 @@ def test_shape_mismatch_names_tensor_and_both_shapes(tmp_path):
     state = make_state(0)
     state["model/norm.weight"] = dataclasses.replace(state["model/norm.weight"], shape=(6,), local_shape=(6,), stop=6, data=torch.zeros(6))
     state["step/scale"] = torch.zeros(2)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="Shapes differ") as error:
         checkpointer(tmp_path).load(path, state)
     assert "model/norm.weight is (5,) in the checkpoint and (6,) here" in str(error.value)
     assert "step/scale is () in the checkpoint and (2,) here" in str(error.value)
