@@ -29,6 +29,8 @@ class World:
     local_world_size: int
     device: torch.device
     backend: str
+    owns_process_group: bool
+    """Whether `initialize` started the process group; a caller that had one keeps it."""
 
 
 def launcher_world_size() -> int:
@@ -92,7 +94,8 @@ def initialize(runtime: RuntimeConfig) -> World:
         torch.set_num_threads(threads)
     if runtime.deterministic:
         torch.use_deterministic_algorithms(True)
-    if not dist.is_initialized():
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
         timeout = timedelta(minutes=runtime.timeout_minutes)
         name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         if "MASTER_ADDR" in os.environ:
@@ -100,13 +103,19 @@ def initialize(runtime: RuntimeConfig) -> World:
         else:
             dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(
-        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, device=device, backend=backend
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        device=device,
+        backend=backend,
+        owns_process_group=owns_process_group,
     )
 
 
-def shutdown() -> None:
-    """Leave the process group; every rank calls it."""
-    if dist.is_initialized():
+def shutdown(world: World) -> None:
+    """Leave the process group that `initialize` started; every rank calls it."""
+    if world.owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -84,7 +84,7 @@ class Trainer:
             self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
             return self._loop()
         finally:
-            distributed.shutdown()
+            distributed.shutdown(self.world)
 
     # ------------------------------------------------------------------ building
 
