@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from paro_lm.parallel.collectives import ByteLedger, GridCollectives
+from paro_lm.parallel.collectives.adapters import HoRingAllGather, HoRingState, grid_of_world, ho_ring_hook, use_ho_ring
 from paro_lm.parallel.collectives.grid import ALGORITHMS
 from paro_lm.parallel.collectives.lane import Workspace, add_up
 from paro_lm.parallel.collectives.streams import StreamHoRing
@@ -199,3 +202,69 @@ def alone_on_rank(rank: int, world_size: int) -> None:
 
 def test_one_rank_copies() -> None:
     run_distributed(alone_on_rank, 1)
+
+
+def small_model() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+
+
+def trained(model: torch.nn.Module, rank: int, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+
+def trained_alone(world_size: int, steps: int = 3) -> list[torch.Tensor]:
+    """The same steps in one process: the mean of the ranks' gradients."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            batch = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+            (model(batch).square().sum() / world_size).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def adapters_on_rank(rank: int, world_size: int) -> None:
+    expected = trained_alone(world_size)
+    grid = grid_of_world(group_size=2, device="cpu", ledger=ByteLedger())
+    state = HoRingState(grid)
+    ddp = torch.nn.parallel.DistributedDataParallel(small_model())
+    ddp.register_comm_hook(state, ho_ring_hook)
+    trained(ddp, rank)
+    state.close()
+    for parameter, target in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), target, rtol=1e-5, atol=1e-6)
+    assert grid.ledger is not None
+    assert grid.ledger.by_operation().keys() == {"all_reduce"}
+
+    ledger = ByteLedger()
+    fsdp, native = small_model(), small_model()
+    for model in (fsdp, native):
+        fully_shard(model[0])
+        fully_shard(model[2])
+        fully_shard(model)
+    use_ho_ring(fsdp, group_size=2, device="cpu", ledger=ledger)
+    trained(fsdp, rank)
+    trained(native, rank)
+    for parameter, other, target in zip(fsdp.parameters(), native.parameters(), expected, strict=True):
+        assert isinstance(parameter, DTensor)
+        assert isinstance(other, DTensor)
+        torch.testing.assert_close(parameter.full_tensor(), target, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameter.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-6)
+    assert ledger.by_operation().keys() == {"all_gather", "reduce_scatter"}
+    with pytest.raises(ValueError, match="call fully_shard"):
+        use_ho_ring(small_model(), group_size=2, device="cpu")
+    with pytest.raises(ValueError, match="order of ranks"):
+        HoRingAllGather(grid)
+
+
+def test_adapters_for_ddp_and_fsdp2() -> None:
+    """Three steps equal one process; all parameters compared."""
+    run_distributed(adapters_on_rank, 4)

@@ -53,10 +53,10 @@ class GridCollectives:
     ) -> None:
         _check_options(algorithm, chunk_bytes, layout)
         self.mesh, self.algorithm, self.ledger, self.layout = mesh, algorithm, ledger, layout
-        self._chunk_bytes, self._verified, self._device = chunk_bytes, verified, torch.device(device)
-        self._in_streams = self._device.type != "cpu"
+        self._chunk_bytes, self._verified, self.device = chunk_bytes, verified, torch.device(device)
+        self._in_streams = self.device.type != "cpu"
         self._sent: Counter[str] = Counter()
-        self._workspace = Workspace(self._device)
+        self._workspace = Workspace(self.device)
         wanted: tuple[Axes, ...] = (("dp_inter",), ("dp_intra",), DATA_AXES)
         self._lanes: dict[Axes, Lane] = {axes: self._make_lane(axes) for axes in wanted if self._effective(axes) == axes}
         self._native: dict[Axes, Algorithm] = {axes: Native(lane, self._order(axes), self._workspace) for axes, lane in self._lanes.items()}
@@ -177,7 +177,7 @@ class GridCollectives:
         if self.algorithm == "hierarchical":
             return self._hierarchical(self._native[("dp_inter",)], self._native[("dp_intra",)])
         inter, intra = self._lanes[("dp_inter",)], self._lanes[("dp_intra",)]
-        return StreamHoRing(inter, intra, self._rectangle(axes), self._workspace, self._chunk_bytes, device=self._device)
+        return StreamHoRing(inter, intra, self._rectangle(axes), self._workspace, self._chunk_bytes, device=self.device)
 
     def _hierarchical(self, outer: Algorithm, inner: Algorithm) -> Algorithm:
         if self.layout != "nested":
