@@ -21,7 +21,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; done; \
 	if [ -z "$$python" ]; then echo "Python 3.11 or newer is needed, none was found" >&2; exit 2; fi; \
 	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python"; $$python -m venv $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text]'
+	@echo "installing into $(VENV); the first time this takes some minutes"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,text]'
 	@touch $@
 
 train: $(STAMP)
