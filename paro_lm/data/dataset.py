@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paro_lm.data.indexed import IndexedReader
-from paro_lm.data.order import ArrayCache, Blend, Epoch, build_epoch, fingerprint, first_window, normalise_weights, num_samples
+from paro_lm.data.order import (
+    ArrayCache,
+    Blend,
+    Epoch,
+    build_epoch,
+    content_digest,
+    fingerprint,
+    first_window,
+    normalise_weights,
+    num_samples,
+)
 
 IGNORE = -100
 Int64 = NDArray[np.int64]
@@ -73,7 +83,8 @@ class TokenStream:
                 f"{prefix} has {self.num_tokens} tokens, one sample of seq_length={seq_length} needs {seq_length + 1}; "
                 "use more text, a larger data.valid_fraction if this is the validation set, or a shorter seq_length"
             )
-        self.content = fingerprint(prefix)
+        self.content = content_digest(prefix)
+        self._cache_key = fingerprint(prefix, self.content)
         self._epochs: dict[int, Epoch] = {}
 
     def first_sample(self, epoch: int) -> int:
@@ -112,7 +123,7 @@ class TokenStream:
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
             names = ("order", "starts", "windows")
-            what = f"{self.content}/{self.seq_length}/{self._seed_key}/{epoch}/{self._shuffle}"
+            what = f"{self._cache_key}/{self.seq_length}/{self._seed_key}/{epoch}/{self._shuffle}"
             name = "epoch-" + hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
             def build() -> dict[str, NDArray[Any]]:
@@ -174,7 +185,7 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for datasets that give the same samples; a resumed run compares it."""
+        """Equal for datasets that give the same samples, also from a copy of the files; a resumed run compares it."""
         return hashlib.blake2b(self._key.encode(), digest_size=12).hexdigest()
 
     def sample_id(self, i: int) -> SampleId:

@@ -107,19 +107,28 @@ def _save(path: Path, array: NDArray[Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def fingerprint(prefix: str | Path) -> str:
-    """Key of a file pair: hash of the whole `.idx`, and size and modification time of the `.bin`.
-
-    The order depends on document sizes only, so even a `.bin` that was changed behind its time stamp cannot make a cached
-    index wrong: whatever changes the sizes changes the hash.
-    """
+def content_digest(prefix: str | Path) -> str:
+    """What a file pair holds, wherever it lies: hash of the whole `.idx`, size of the `.bin` and 64 places in it."""
     digest = hashlib.blake2b(digest_size=16)
     with open(idx_path(prefix), "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
-    stat = bin_path(prefix).stat()
-    digest.update(f"{stat.st_size}/{stat.st_mtime_ns}".encode())
+    size = bin_path(prefix).stat().st_size
+    digest.update(str(size).encode())
+    with open(bin_path(prefix), "rb") as file:
+        for place in range(64):
+            file.seek(place * size // 64)
+            digest.update(file.read(4096))
     return digest.hexdigest()
+
+
+def fingerprint(prefix: str | Path, content: str | None = None) -> str:
+    """Cache key of a file pair: its `content_digest` and the modification time of the `.bin`.
+
+    The order depends on document sizes only, so even a `.bin` that was changed behind its time stamp cannot make a cached
+    index wrong: whatever changes the sizes changes the hash of the `.idx`.
+    """
+    return f"{content or content_digest(prefix)}-{bin_path(prefix).stat().st_mtime_ns}"
 
 
 def normalise_weights(weights: Sequence[float], num_sets: int) -> list[float]:

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -125,6 +126,10 @@ def _entry(name: str, key: str) -> Entry:
     prefix = Path(name).expanduser()
     if prefix.suffix in (".bin", ".idx") and exists(prefix.with_suffix("")):
         prefix = prefix.with_suffix("")
+    pairs = sorted(path.with_suffix("") for path in prefix.glob("*.idx")) if prefix.is_dir() else []
+    if len(pairs) > 1:
+        raise ValueError(f"{key}: {name} has {len(pairs)} token files; name one of their prefixes, such as {pairs[0]}")
+    prefix = pairs[0] if pairs else prefix
     if exists(prefix):
         return Entry(name=name, prefix=prefix.resolve())
     return Entry(name=name, files=tuple(find_files(name, key)))
@@ -208,6 +213,7 @@ def _trained_tokenizer(cfg: DataConfig, cache: Path, train: Sequence[Entry]) -> 
     folder = cache / f"tokenizer-{cfg.vocab_size}-{key}"
 
     def build() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         with Progress("training a tokenizer", min(sum(size_of(f) for f in files), SAMPLE_BYTES)) as progress:
             train_tokenizer(_sample_texts(files, cfg.text_key, progress), folder, vocab_size=cfg.vocab_size)
 
@@ -386,6 +392,9 @@ def _once(target: Path, cache: Path, done: Callable[[], bool], build: Callable[[
         return
     with FileLock(cache / f".{target.name}.lock"):
         if not done():
+            # What a killed process left; nobody else writes here while the lock is held.
+            for left_over in (*target.glob(".*.tmp"), *cache.glob(f".{target.name}.*.tmp")):
+                shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
             build()
 
 

@@ -6,6 +6,7 @@ lock of the parent is copied by a fork. Messages are pickles on pipes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -92,7 +93,8 @@ class EncoderPool:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):  # what a dead worker no longer reads
+                        pipe.close()
 
     def map(self, batches: Iterable[list[Chunk]]) -> Iterator[list[Encoded]]:
         """Results in the order of `batches`; a bounded number is in flight. Errors of workers are raised here."""
@@ -134,9 +136,10 @@ class EncoderPool:
         return list(answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join([path for path in sys.path if path] + [os.getcwd()])
+        # The parent's import path, and with -P nothing before it: a worker must not import what lies in the working directory.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = dict(os.environ, TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", PYTHONPATH=paths)
-        command = [sys.executable, "-c", "from paro_lm.data.worker import serve; serve()"]
+        command = [sys.executable, "-P", "-c", "from paro_lm.data.worker import serve; serve()"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         with self._lock:
             self._processes.append(process)

@@ -149,6 +149,17 @@ def test_fingerprint_sees_a_bin_that_changed_alone(tmp_path: Path) -> None:
     assert fingerprint(prefix) != before
 
 
+def test_a_copy_of_the_files_is_the_same_data(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]])
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"b.{suffix}").write_bytes((tmp_path / f"a.{suffix}").read_bytes())
+    os.utime(tmp_path / "b.bin", ns=(1, 1))
+    write(tmp_path / "c", [[1, 2, 9], [4, 5]])
+    a, b, c = (TokenDataset([tmp_path / name], seq_length=2, seed=0).fingerprint for name in "abc")
+    assert a == b != c
+    assert TokenDataset([tmp_path / "a"], seq_length=2, seed=1).fingerprint != a
+
+
 def test_several_builders_of_one_cache(tmp_path: Path) -> None:
     prefix, results = write(tmp_path / "a", random_documents(1, 40)), []
 

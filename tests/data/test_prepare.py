@@ -7,6 +7,8 @@ import gzip
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from paro_lm.config import DataConfig
 from paro_lm.data import prepare as module
 from paro_lm.data import reading
 from paro_lm.data.dataset import TokenDataset
+from paro_lm.data.encoding import EncoderSpec
 from paro_lm.data.indexed import IndexedReader, IndexedWriter
 from paro_lm.data.prepare import held_out_documents, prepare, read_manifest
+from paro_lm.data.reading import Chunk
 from paro_lm.data.tokenizer import BytesTokenizer, load_tokenizer
+from paro_lm.data.worker import EncodeOptions, EncoderPool
 
 TEXTS = [f"document {i}: " + "words " * (i % 7) + "é" for i in range(40)]
 
@@ -242,6 +247,39 @@ def test_a_single_document_is_cut(tmp_path: Path) -> None:
     assert documents(prepared.valid[0]) == ["123456789" + "0123456789"]
 
 
+def test_left_overs_of_a_killed_process_go(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    script = (
+        "import os, sys; from pathlib import Path; from paro_lm.config import DataConfig; from paro_lm.data import indexed, prepare\n"
+        "indexed.IndexedWriter.commit = lambda self: os.kill(os.getpid(), 9)\n"
+        "prepare.prepare(DataConfig(train=[sys.argv[1]], tokenizer='bytes', valid_fraction=0.0, cache_dir=sys.argv[2]), seed=0)"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    killed = subprocess.run([sys.executable, "-c", script, str(path), str(tmp_path / "cache")], env=environment, timeout=60)
+    assert killed.returncode == -9
+    assert len(list((tmp_path / "cache").rglob("*.tmp"))) == 1
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    assert documents(prepare(config(tmp_path, path), seed=0).train[0]) == TEXTS
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_a_killed_worker_is_named() -> None:
+    options = EncodeOptions(spec=EncoderSpec(kind="bytes"), text_key="text", eod=256, dtype="<u2")
+    batches = [[Chunk(kind="rows", path="x", texts=("a", "b"))]] * 50
+    with EncoderPool(options, 2) as pool:
+        results = pool.map(iter(batches))
+        assert next(results)[0].tokens.tolist() == [97, 256, 98, 256]
+        for process in pool._processes:
+            process.kill()
+        with pytest.raises(RuntimeError, match="worker ended with code -9"):
+            list(results)
+    with EncoderPool(options, 2) as pool:  # leaving early ends the processes
+        next(pool.map(iter(batches)))
+        processes = list(pool._processes)
+    assert processes
+    assert all(process.poll() is not None for process in processes)
+
+
 def test_given_validation_files(tmp_path: Path) -> None:
     cfg = config(
         tmp_path,
@@ -256,11 +294,13 @@ def test_given_validation_files(tmp_path: Path) -> None:
 
 def test_prefixes_are_used_directly(tmp_path: Path) -> None:
     made = prepare(config(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)), seed=0).train[0]
-    for name in (str(made), f"{made}.bin", f"{made}.idx"):
+    for name in (str(made), f"{made}.bin", f"{made}.idx", str(made.parent)):
         again = prepare(config(tmp_path, name, tokenizer=None), seed=0)
         assert again.train == (made,)
         assert (again.vocab_size, again.eod, again.tokenizer) == (257, 256, "bytes")
     split = prepare(config(tmp_path, made, valid_fraction=0.25), seed=0)
+    with pytest.raises(ValueError, match="has 2 token files; name one of their prefixes"):
+        prepare(config(tmp_path, split.train[0].parent), seed=0)
     assert sorted(documents(split.train[0]) + documents(split.valid[0])) == sorted(TEXTS)
     with IndexedWriter(tmp_path / "foreign", dtype="u2") as writer:
         writer.add_document(range(300))
