@@ -66,6 +66,7 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "Epsilon inside the root of the norm.", least=0)
     activation: str = option("swiglu", "Nonlinearity of the MLP.", choices="swiglu | gelu | gelu_tanh")
     positions: str = option("rope", "How positions enter: rotary, or a learned table.", choices="rope | learned")
+    sliding_window: int | None = option(None, "Tokens that a token attends to, itself included; null = all before it.", least=1)
     rope_theta: float = option(10000.0, "Base of the rotary frequencies.", above=0)
     rope_scaling: RopeScalingConfig = option(RopeScalingConfig(), "Scaling of the rotary frequencies.")
     qk_norm: bool = option(False, "RMSNorm on each head of q and k before the rotation (Qwen3).")

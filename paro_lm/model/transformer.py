@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         state = self._dropout_state()
         hidden = self.embedding(inputs, positions, state) if self.has_embedding else inputs
         rotation = None if self.rope is None else self.rope(positions, hidden.dtype)
-        mask = _attention_mask(documents, length, cache, inputs.device)
+        mask = _attention_mask(documents, length, cache, self.cfg.sliding_window, inputs.device)
         for block in self.layers.values():
             hidden = block(hidden, rotation, mask, cache, state)
         if cache is not None:
@@ -291,16 +291,24 @@ def _score(hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: in
     return vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab_size, tensor=tensor)
 
 
-def _attention_mask(documents: Tensor | None, length: int, cache: KVCache | None, device: torch.device) -> Tensor | None:
-    """True where a query [b, 1, s, 1] may see a key [b, 1, 1, seen + s]; None where plain causal attention is meant."""
+def _attention_mask(
+    documents: Tensor | None, length: int, cache: KVCache | None, window: int | None, device: torch.device
+) -> Tensor | None:
+    """True where a query [b or 1, 1, s, 1] may see a key [b or 1, 1, 1, seen + s]; None where plain causal attention is meant."""
     seen = 0 if cache is None else cache.length
+    is_windowed = window is not None and seen + length > window
+    if documents is None and not is_windowed and (seen == 0 or length == 1):
+        return None
+    causal = None
+    if length > 1 or is_windowed:
+        causal = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril(seen)
+        if window is not None:
+            causal = causal.triu(seen - window + 1)
     if documents is None:
-        if seen == 0 or length == 1:
-            return None
-        return torch.ones(length, seen + length, dtype=torch.bool, device=device).tril(seen)
+        return causal
     keys = documents
     if cache is not None:
         keys = documents if cache.documents is None else torch.cat([cache.documents, documents], dim=1)
         cache.documents = keys
     same = documents[:, None, :, None] == keys[:, None, None, :]
-    return same if length == 1 else same & torch.ones(length, seen + length, dtype=torch.bool, device=device).tril(seen)
+    return same if causal is None else same & causal
