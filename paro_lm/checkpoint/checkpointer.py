@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class _Snapshot:
     """Everything that one save writes."""
 
     step: int
-    tensors: dict[str, Storable]
+    tensors: Mapping[str, Storable]
     meta: bytes
     rank_state: bytes
 
@@ -78,7 +79,7 @@ class Checkpointer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_save else None
         self._pending: Future[None] | None = None
 
-    def save(self, step: int, tensors: dict[str, Storable], *, meta: dict[str, Any], rank_state: Any) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Storable], *, meta: dict[str, Any], rank_state: Any) -> Path:
         """Save `tensors` (by global name), `meta` (JSON, the same on all ranks) and `rank_state` as `step_<step>`.
 
         rank_state is of this rank: bytes, numbers, strings, tensors, and lists, tuples and dicts of them.
@@ -109,7 +110,7 @@ class Checkpointer:
         self.wait()
         return latest_checkpoint(self.folder)
 
-    def load(self, path: Path | str, tensors: dict[str, Storable], *, select: tuple[str, ...] = ("",), strict: bool = True) -> Loaded:
+    def load(self, path: Path | str, tensors: Mapping[str, Storable], *, select: tuple[str, ...] = ("",), strict: bool = True) -> Loaded:
         """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was saved under.
 
         select: prefixes; stored tensors that start with none of them are passed over, e.g. ("model/",) for weights alone.
@@ -143,7 +144,7 @@ class Checkpointer:
             return None
         return torch.load(path / f"rank_{self._team.rank}.pt", map_location="cpu", weights_only=True)
 
-    def _snapshot(self, step: int, tensors: dict[str, Storable], meta: dict[str, Any], rank_state: Any) -> _Snapshot:
+    def _snapshot(self, step: int, tensors: Mapping[str, Storable], meta: dict[str, Any], rank_state: Any) -> _Snapshot:
         own = {"format_version": FORMAT_VERSION, "step": step, "world_size": self._team.size}
         assert all(meta.get(key, value) == value for key, value in own.items()), (meta, own)
         try:

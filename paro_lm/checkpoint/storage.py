@@ -112,7 +112,7 @@ def _copy_piece(box: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None
     planner.commit_tensor(item, target)
 
 
-def write_tensors(path: Path, tensors: dict[str, Storable], team: Team, *, copy_ahead: bool) -> dict[str, FileRecord]:
+def write_tensors(path: Path, tensors: Mapping[str, Storable], team: Team, *, copy_ahead: bool) -> dict[str, FileRecord]:
     """Write the tensors of all ranks into a folder; returns the records of the files this rank wrote. A collective call.
 
     Raises CheckpointError on every rank when any rank fails.
@@ -125,7 +125,7 @@ def write_tensors(path: Path, tensors: dict[str, Storable], team: Team, *, copy_
     return writer.records
 
 
-def read_tensors(path: Path, tensors: dict[str, Storable], team: Team) -> None:
+def read_tensors(path: Path, tensors: Mapping[str, Storable], team: Team) -> None:
     """Fill the tensors, whatever sharding they were saved in. A collective call.
 
     Raises CheckpointError on every rank when any rank fails.
@@ -145,7 +145,7 @@ def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     return FileSystemReader(path).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
-def _boxed(tensors: dict[str, Storable], cuts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _boxed(tensors: Mapping[str, Storable], cuts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     return {name: BoxedShard(value, cuts.get(name, ())) if isinstance(value, FlatShard) else value for name, value in tensors.items()}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from paro_lm.checkpoint.boxes import BoxedShard, range_boxes, shard_boxes
+from paro_lm.checkpoint.boxes import BoxedShard, common_cuts, extents, range_boxes, shard_boxes
 from paro_lm.parallel.buffer import FlatShard
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 6), (6, 1), (2, 3, 4), (3, 1, 5), (1, 1, 3), (2, 2, 2, 3)]
@@ -80,3 +80,26 @@ def test_boxes_of_a_tensor_without_elements():
     empty = FlatShard(name="w", shape=(3, 0), offset=(0, 0), local_shape=(3, 0), start=0, stop=0, data=torch.empty(0))
     assert [(box.offset, box.sizes) for box in shard_boxes(empty)] == [((0, 0), (3, 0))]
     assert BoxedShard(empty).__get_tensor_shard__(MetadataIndex("w", (0, 0))).shape == (3, 0)
+
+
+def test_replicas_that_are_cut_differently_share_their_pieces():
+    """Two replicas of a block, cut at 12 and at 5 and 20 of 35 elements: the pieces of both are the same, and cover it once."""
+
+    def held(ranges):
+        return {
+            f"rank {rank}": FlatShard(
+                name="w", shape=(5, 7), offset=(0, 0), local_shape=(5, 7), start=start, stop=stop, data=torch.arange(start, stop)
+            )
+            for rank, (start, stop) in enumerate(ranges)
+        }
+
+    def pieces(ranges):
+        shards = [{"w": shard} for shard in held(ranges).values()]
+        everywhere = [extents(shard) for shard in shards]
+        return [shard_boxes(shard["w"], common_cuts(extents(shard), everywhere)["w"]) for shard in shards]
+
+    mixed = pieces([(0, 12), (12, 35), (0, 5), (5, 20), (20, 35)])
+    assert mixed[0] + mixed[1] == mixed[2] + mixed[3] + mixed[4]
+    assert [element for box in mixed[0] + mixed[1] for element in elements((5, 7), box)] == list(range(35))
+    alike = pieces([(0, 12), (12, 35), (0, 12), (12, 35)])
+    assert alike[:2] == alike[2:] == [range_boxes((5, 7), 0, 12), range_boxes((5, 7), 12, 35)]

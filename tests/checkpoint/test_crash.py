@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paro_lm.checkpoint import Checkpointer, CheckpointError, latest_checkpoint
+from paro_lm.checkpoint.folder import verify_files
 from tests.checkpoint.faults import Faults
 from tests.checkpoint.state import assert_same
 from tests.checkpoint.state import make_state as make_full_state
@@ -42,7 +43,9 @@ def check_newest(folder, steps):
     assert loaded.meta["step"] in steps, (loaded.meta, steps)
     assert_same(state, make_state(loaded.meta["step"]))
     named = folder / (folder / "latest").read_text().strip()
-    if named.exists():  # while a step is replaced its former version has another name, which `latest_checkpoint` knows
+    if not named.exists():  # only while step_<k> is replaced: its former version has another name, which was found above
+        assert path == named.with_name(f".old_{named.name}")
+    else:
         checkpointer(folder).load(named, make_state(0))
     return loaded.meta["step"]
 
@@ -149,6 +152,10 @@ def test_damaged_file_is_named(tmp_path, name):
     changed = content[:40] + bytes([content[40] ^ 255]) + content[41:]
     for damage in (b"", content[:-1], changed):
         (path / name).write_bytes(damage)
+        if name not in ("manifest.json", "meta.json"):
+            how = f"{name} has {len(damage)} bytes, {len(content)} were written" if damage != changed else f"{name} has changed"
+            with pytest.raises(ValueError, match=how):
+                verify_files(path)
         assert latest_checkpoint(tmp_path) == path, "damage is reported, not passed over in silence"
         state = make_state(0)
         with pytest.raises(ValueError, match=f"step_2.*{name}.*checkpoint.resume"):
