@@ -22,9 +22,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def dtypes_of(cfg: PrecisionConfig) -> Dtypes:
     """torch types of a precision."""
-    return Dtypes(
-        param=DTYPES[cfg.param_dtype], grad=DTYPES[cfg.grad_dtype], reduce=DTYPES[cfg.reduce_dtype], main=DTYPES[cfg.main_dtype]
-    )
+    return Dtypes(param=DTYPES[cfg.param_dtype], grad=DTYPES[cfg.grad_dtype], reduce=DTYPES[cfg.reduce_dtype], main=DTYPES[cfg.main_dtype])
 
 
 def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: ByteLedger) -> Transformer:

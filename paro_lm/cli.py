@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from paro_lm.config import Config, ConfigError, convert, field_types, is_section, leaves
+from paro_lm.logs import ReportedError
 from paro_lm.overrides import check_overrides, quote
 from paro_lm.validation import check_fields, validate
 
@@ -122,6 +123,8 @@ def run_task(task: Callable[[Any], int], cfg: Any, tool: Tool) -> int:
             return EXIT_ERROR
         print(f"{tool.name}: {_rank_prefix()}{error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
+    except ReportedError:
+        return EXIT_ERROR
     except KeyboardInterrupt:
         print(f"{tool.name}: interrupted; nothing was saved", file=sys.stderr)
         return EXIT_ERROR

@@ -16,7 +16,9 @@ from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, datasets: Sequence[TokenDataset], mesh: ParallelMesh, *, micro_batch_size: int, max_samples: int = 0) -> float:
+def evaluate(
+    model: nn.Module, datasets: Sequence[TokenDataset], mesh: ParallelMesh, *, micro_batch_size: int, max_samples: int = 0
+) -> float:
     """Mean loss per token over the first `max_samples` samples of the datasets (0 = all), in nats; the same number on every rank
     and for every layout. All data ranks run equally many forwards: those without samples left run on samples without labels.
     """

@@ -16,6 +16,12 @@ from rich.console import Console
 from paro_lm.console import say
 
 LOGGER = "paro_lm"
+
+
+class ReportedError(RuntimeError):
+    """A failure that `report_failure` has told of; nothing more is to be printed."""
+
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

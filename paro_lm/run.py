@@ -56,7 +56,9 @@ class Run:
                     self.tokenizer.mkdir()
                     shutil.copy(tokenizer, self.tokenizer)
         except OSError as error:
-            raise ValueError(f"output_dir={cfg.output_dir}: cannot write {self.folder} ({error}); choose a folder you can write to.") from error
+            raise ValueError(
+                f"output_dir={cfg.output_dir}: cannot write {self.folder} ({error}); choose a folder you can write to."
+            ) from error
 
 
 def open_run(cfg: Config) -> Run:

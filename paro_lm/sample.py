@@ -8,6 +8,7 @@ from paro_lm.config import Config
 from paro_lm.data.prepare import Prepared
 from paro_lm.data.tokenizer import load_tokenizer
 from paro_lm.model.generate import generate
+from paro_lm.model.transformer import Transformer
 from paro_lm.parallel.engine import ShardingEngine
 
 
@@ -16,6 +17,7 @@ def sample_text(engine: ShardingEngine, prepared: Prepared, cfg: Config) -> str:
     if prepared.tokenizer is None:
         return "none, the tokenizer of the prepared data is not known (data.tokenizer names it)"
     with engine.unsharded() as model:
+        assert isinstance(model, Transformer)
         if dist.get_rank() != 0:
             return ""
         tokenizer = load_tokenizer(prepared.tokenizer)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     cases no process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "paro_lm.trainer"])  # what is not there is passed over
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
@@ -48,16 +49,17 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 process.join()
 
 
-def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        waiting: list[Any] = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RuntimeError(f"ranks {missing} of {len(pipes)} did not finish within {timeout} s")
         for pipe in ready:
+            assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())

@@ -21,14 +21,14 @@ from paro_lm.data.dataset import TokenDataset
 from paro_lm.data.loader import Loader, MicroBatch
 from paro_lm.data.prepare import Prepared, prepare
 from paro_lm.evaluate import evaluate, unigram_loss
-from paro_lm.logs import report_failure, setup_logging
+from paro_lm.logs import ReportedError, report_failure, setup_logging
 from paro_lm.metrics import MetricsLogger, StepRecord, Throughput, memory_gb, peak_tflops
 from paro_lm.model.dropout import dropout_seed
 from paro_lm.model.flops import model_flops
 from paro_lm.optim.clip import clip_coefficient, grad_norm, scale_gradients
 from paro_lm.optim.optimizer import AdamW
 from paro_lm.optim.scaler import LossScaler, SkipCounter
-from paro_lm.optim.schedule import batch_size_at, learning_rate
+from paro_lm.optim.schedule import batch_size_at, learning_rate, total_samples
 from paro_lm.parallel.collectives import ByteLedger
 from paro_lm.parallel.mesh import AXES, DATA_AXES, ParallelMesh
 from paro_lm.profiler import Profiler
@@ -67,11 +67,13 @@ class Trainer:
         self.step = 0
         self.consumed_tokens = 0
         self.val_loss = math.nan
+        self._logs: Path | None = None  # the run folder, once ranks log into it
 
     def fit(self) -> int:
         """Train to the end; the exit code: 0 done, 75 stopped by a signal or the time limit after saving. A collective call.
 
-        Raises ValueError for what the user can mend (data, checkpoint, layout), before anything is written where possible.
+        Raises ValueError for what the user can mend (data, checkpoint, layout), before anything is written where possible, and
+        ReportedError when training failed, after each rank has told so.
         """
         self.world = distributed.initialize(self.cfg.runtime)
         try:
@@ -83,6 +85,12 @@ class Trainer:
                 return EXIT_DONE
             self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
             return self._loop()
+        except (ValueError, OSError):
+            raise  # the user's to mend; the command line says it in a sentence
+        except Exception as error:
+            if self._logs is None:
+                raise
+            raise ReportedError(report_failure(self._logs, self.world.rank, error)) from error
         finally:
             distributed.shutdown(self.world)
 
@@ -90,7 +98,7 @@ class Trainer:
 
     def _build(self, run: Run, prepared: Prepared) -> None:
         cfg, world = self.cfg, self.world
-        self.run, self.prepared = run, prepared
+        self.prepared = prepared
         distributed.seed_everything(cfg.seed)
         self.mesh = ParallelMesh.build(
             world_size=world.world_size,
@@ -119,6 +127,7 @@ class Trainer:
         )
         tokenizer = None if prepared.tokenizer in (None, "bytes") else Path(prepared.tokenizer)
         distributed.on_rank_zero(lambda: run.create(cfg, tokenizer))
+        self.run, self._logs = run, run.folder
         setup_logging(run.folder, world.rank, console=self.console)
         self.checkpointer = Checkpointer(
             run.checkpoints, mesh=self.mesh, keep_last=cfg.checkpoint.keep_last, async_save=cfg.checkpoint.async_save
@@ -145,12 +154,11 @@ class Trainer:
         """One attempt at an update."""
         micro_batches = self.loader.next(self._num_micro_batches())
         num_tokens = self.mesh.sum(sum(batch.num_loss_tokens for batch in micro_batches), DATA_AXES)
-        loss = self._forward_backward(micro_batches, num_tokens)
+        loss, stops = self._agree(self._forward_backward(micro_batches, num_tokens))
         self.engine.finish_gradients()
         sent = self.ledger.by_axis()
         self.ledger.reset()
         norm = grad_norm(self.engine, replicated=lambda name: self.specs[name].replicated_axes) / self.scaler.scale
-        loss, stops = self._agree(loss)
         finite = math.isfinite(loss) and math.isfinite(norm)
         lr = learning_rate(self.cfg.optim, self.skips.updates, self.cfg.steps)
         if finite:
@@ -218,9 +226,6 @@ class Trainer:
         with StopRequest(cfg.runtime.max_minutes) as self._stop, metrics:
             try:
                 return self._steps(metrics, throughput, profiler)
-            except BaseException as error:
-                report_failure(self.run.folder, self.world.rank, error)
-                raise
             finally:
                 profiler.close()
                 self.loader.close()
@@ -287,6 +292,7 @@ class Trainer:
             return
         cfg, mesh = self.cfg, self.mesh
         trainable = set(self.engine.trainable_names())
+        samples = total_samples(cfg.batch_ramp, cfg.global_batch_size, cfg.steps, cfg.micro_batch_size * mesh.size(*DATA_AXES))
         summary = RunSummary(
             run_name=cfg.run_name,
             model_name=cfg.model.name,
@@ -296,8 +302,8 @@ class Trainer:
             samples_per_step=cfg.global_batch_size,
             seq_length=cfg.seq_length,
             steps=cfg.steps,
-            total_tokens=total_samples(cfg, cfg.micro_batch_size * mesh.size(*DATA_AXES)) * cfg.seq_length,
-            state_bytes={name: size for name, size in self.state_bytes().items() if name != "shared"},
+            total_tokens=samples * cfg.seq_length,
+            state_bytes=self.state_bytes(),
             layout=f"{mesh.shape}, {cfg.parallel.sharding}, {cfg.precision.name}, {mesh.device}, {self.world.backend}",
         )
         describe_run(summary, self.console)
@@ -381,17 +387,6 @@ def check_vocab(cfg: Config, prepared: Prepared) -> int:
             f"use model.vocab_size=null or at least {prepared.vocab_size}."
         )
     return size
-
-
-def total_samples(cfg: Config, multiple: int) -> int:
-    """Samples of the whole run, batch ramp included."""
-    consumed = 0
-    for step in range(cfg.steps):
-        size = batch_size_at(cfg.batch_ramp, cfg.global_batch_size, consumed, multiple)
-        if size == cfg.global_batch_size:
-            return consumed + (cfg.steps - step) * size
-        consumed += size
-    return consumed
 
 
 def _due(step: int, every: int, total: int) -> bool:

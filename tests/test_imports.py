@@ -14,7 +14,7 @@ ALLOWED = {
     "config": set(),
     "overrides": set(),
     "validation": {"model.validate", "optim.schedule"},
-    "cli": {"overrides", "validation"},
+    "cli": {"overrides", "validation", "logs"},
     "train": {"cli", "trainer", "validation"},
     "distributed": set(),
     "testing": {"distributed"},

@@ -17,6 +17,7 @@ from paro_lm.cli import load
 from paro_lm.config import Config
 from paro_lm.data.indexed import IndexedWriter
 from paro_lm.data.loader import MicroBatch
+from paro_lm.logs import ReportedError
 from paro_lm.model.spec import Unit
 from paro_lm.optim.scaler import LossScaler
 from paro_lm.parallel.collectives import GridCollectives
@@ -27,7 +28,14 @@ from paro_lm.parallel.unit_buffer import Dtypes
 from paro_lm.testing import run_distributed
 from paro_lm.trainer import EXIT_STOPPED, Trainer
 
-MODEL = ["model.hidden_size=20", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_size=24", "model.vocab_divisor=2"]
+MODEL = [
+    "model.hidden_size=20",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_size=24",
+    "model.vocab_divisor=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +116,8 @@ def test_resume_is_bitwise(tokens: Path) -> None:
     assert codes == [0, EXIT_STOPPED, 0]
     assert losses(first) == losses(straight)
     mine, theirs = weights(first, 10), weights(straight, 10)
-    assert mine.keys() == theirs.keys() and len(mine) > 40
+    assert mine.keys() == theirs.keys()
+    assert len(mine) > 40
     for name, value in theirs.items():
         assert torch.equal(mine[name], value), name
     assert torch.equal(*states)
@@ -181,12 +190,13 @@ def _poison(rank: int, world_size: int, cfgs: list[Config], forever: Config) -> 
         trainer = _Poisoned(cfg)
         trainer.poisoned = {3}
         assert trainer.fit() == 0
-        updates.append((trainer.skips.updates, trainer.skips.skipped, float(trainer.optimizer.steps["head.norm.weight"]), trainer.scaler.scale))
+        counted = float(trainer.optimizer.steps["head.norm.weight"])
+        updates.append((trainer.skips.updates, trainer.skips.skipped, counted, trainer.scaler.scale))
     trainer = _Poisoned(forever)
     trainer.poisoned = {3, 4, 5, 6, 7}
     try:
         trainer.fit()
-    except RuntimeError as error:
+    except ReportedError as error:
         return updates, str(error)
     return updates, "no error"
 

@@ -43,9 +43,7 @@ class AdamW:
             exp_avg, exp_avg_sq = torch.zeros_like(buffer.main), torch.zeros_like(buffer.main)
             self._moments += [exp_avg, exp_avg_sq]
             for segment in buffer.segments(buffer.cell.main):
-                self._parts.append(
-                    _Part(buffer, segment, segment.of(buffer.main), segment.of(exp_avg), segment.of(exp_avg_sq))
-                )
+                self._parts.append(_Part(buffer, segment, segment.of(buffer.main), segment.of(exp_avg), segment.of(exp_avg_sq)))
         groups = [
             {"params": [part.main for part in self._parts if decays(part.segment.slot.name) is flag], "weight_decay": decay}
             for flag, decay in ((True, cfg.weight_decay), (False, 0.0))
@@ -53,7 +51,11 @@ class AdamW:
         self._adam: torch.optim.AdamW | None = None
         if self._parts:
             self._adam = torch.optim.AdamW(
-                [group for group in groups if group["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=_can_fuse(engine)
+                [group for group in groups if group["params"]],
+                lr=cfg.lr,
+                betas=(cfg.beta1, cfg.beta2),
+                eps=cfg.eps,
+                fused=_can_fuse(engine),
             )
             for part in self._parts:
                 step = torch.zeros((), dtype=torch.float32, device=part.main.device)

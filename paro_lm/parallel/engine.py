@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from paro_lm.model.spec import ParameterSpec, Unit
 from paro_lm.parallel.buffer import FlatLayout, FlatShard, Slot, flat_shard
 from paro_lm.parallel.collectives import GridCollectives
+from paro_lm.parallel.cost import UnitSize
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
 from paro_lm.parallel.queue import Handle, make_queue
 from paro_lm.parallel.sharding import Cell
@@ -448,6 +449,15 @@ class ShardingEngine:
                 shard = buffer.main if buffer.main is not None else buffer.param
                 for segment in buffer.segments(placement):
                     result[segment.slot.name] = flat_shard(segment, shard)
+        return result
+
+    def unit_sizes(self) -> list[UnitSize]:
+        """Padded elements of every unit with its cell, what the formulas of `parallel.cost` take."""
+        result = []
+        for unit in self._units:
+            frozen = sum(buffer.layout.numel for buffer in unit.buffers if not buffer.trainable)
+            trainable = unit.trainable.layout.numel if unit.trainable else 0
+            result.append(UnitSize(cell=self._cell_of(unit.name), trainable=trainable, frozen=frozen))
         return result
 
     def state_bytes(self) -> dict[str, int]:

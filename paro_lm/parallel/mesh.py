@@ -126,9 +126,7 @@ class ParallelMesh:
 
     def ranks(self, *axes: str) -> list[int]:
         """Global ranks that share this rank's coordinates on all other axes, in row-major order over `axes`."""
-        return [
-            self.rank_at(**dict(zip(axes, at, strict=True))) for at in itertools.product(*(range(self.size(axis)) for axis in axes))
-        ]
+        return [self.rank_at(**dict(zip(axes, at, strict=True))) for at in itertools.product(*(range(self.size(axis)) for axis in axes))]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The control communicator over these axes; None when it has one rank."""

@@ -70,7 +70,10 @@ def reference(make: Callable[[], Toy], data: torch.Tensor) -> tuple[list[float],
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     adam = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=OPTIM.lr,
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
     )
     losses = []
     for samples in data:
