@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from paro_lm.parallel.mesh import DATA_AXES, MeshShape
+from paro_lm.parallel.axes import DATA_AXES, MeshShape
 from paro_lm.parallel.sharding import Cell, Placement, Step, accumulate_steps, finish_steps, publish_steps, unshard_steps
 
 NOWHERE: Placement = frozenset()

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paro_lm.parallel.mesh import DATA_AXES
+from paro_lm.parallel.axes import DATA_AXES
 
 Placement = frozenset[str]
 
