@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,6 @@ def test_default_corpus_is_split_by_year(tmp_path: Path) -> None:
 
 
 def test_without_the_default_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     with pytest.raises(ValueError, match=r"data\.train is empty .* run `make train`, or set data\.train="):
         prepare(config(tmp_path), seed=0)
