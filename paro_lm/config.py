@@ -217,6 +217,28 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The machines a plan is made for; figures are what one rank or card sustains, `paro-calibrate` measures them."""
+
+    name: str = option("laptop", "Name of the cluster, for tables only.")
+    nodes: int = option(1, "Nodes; a plan's world is nodes x ranks_per_node.", least=1)
+    ranks_per_node: int = option(1, "Ranks, one per device, of a node.", least=1)
+    backend: str = option("gloo", "What carries the backend's own collectives.", choices="nccl | gloo")
+    memory_gb: float = option(16.0, "Device memory that one rank may fill, 1e9 bytes.", above=0)
+    reserved_gb: float = option(0.5, "Part of it that is no tensor: contexts, libraries, fragments.", least=0)
+    peak_tflops: float = option(0.1, "Dense peak of one rank in the parameter type.", above=0)
+    efficiency: float = option(0.7, "Share of the peak that matrix products of a block's size reach.", above=0)
+    memory_gbytes: float = option(10.0, "Bytes per second between a rank and its memory, 1e9.", above=0)
+    unit_us: float = option(100.0, "Time that one unit takes whatever its size (launches, hooks), microseconds.", least=0)
+    intra_gbps: float = option(20.0, "Bits per second that one rank sends inside a node, 1e9.", above=0)
+    intra_latency_us: float = option(100.0, "Latency of a message inside a node, microseconds.", least=0)
+    inter_gbps: float = option(1.0, "Bits per second that one network card sends, 1e9.", above=0)
+    cards_per_node: int = option(1, "Network cards of a node, which its ranks share.", least=1)
+    inter_latency_us: float = option(100.0, "Latency of a message between nodes, microseconds.", least=0)
+    overlap: float = option(0.8, "Share of the shorter of computation and communication that hides behind the longer; 1 = all.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -237,6 +259,7 @@ class Config:
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "Group: checkpoints.")
     logging: LoggingConfig = option(LoggingConfig(), "Group: metrics.")
     runtime: RuntimeConfig = option(RuntimeConfig(), "Group: process and device.")
+    cluster: ClusterConfig = option(ClusterConfig(), "Group: the machines that a plan is made for; training reads it for a plan only.")
 
 
 class ConfigError(ValueError):

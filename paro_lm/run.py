@@ -11,7 +11,7 @@ from paro_lm.checkpoint.folder import find_checkpoint, latest_checkpoint, read_m
 from paro_lm.config import Config, difference, read_config, resolved_yaml
 
 FREE_TO_CHANGE = (
-    "steps", "output_dir", "micro_batch_size", "parallel", "eval", "checkpoint", "logging", "runtime",
+    "steps", "output_dir", "micro_batch_size", "parallel", "eval", "checkpoint", "logging", "runtime", "cluster",
     "data.cache_dir", "data.num_workers", "model.name", "precision.name",
 )  # fmt: skip
 """Options that a resume may change without being asked: they do not alter what the same steps compute."""
