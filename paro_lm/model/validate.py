@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
-from paro_lm.config import ModelConfig
+from paro_lm.config import ModelConfig, RopeScalingConfig
 from paro_lm.model.sizes import ModelSizes
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "norm": ("rmsnorm", "layernorm"),
-    "activation": ("swiglu", "gelu", "gelu_tanh"),
-    "positions": ("rope", "learned"),
-}
-ROPE_SCALINGS = ("none", "linear", "llama3")
 
 
 def check_model(cfg: ModelConfig, *, tp: int = 1, seq_length: int | None = None) -> list[str]:
@@ -24,9 +18,8 @@ def check_model(cfg: ModelConfig, *, tp: int = 1, seq_length: int | None = None)
 
 
 def _values(cfg: ModelConfig) -> Iterator[str]:
-    for key, choices in CHOICES.items():
-        if getattr(cfg, key) not in choices:
-            yield f"model.{key}: must be one of {', '.join(choices)}, got {getattr(cfg, key)!r}"
+    yield from _choices("model", cfg)
+    yield from _choices("model.rope_scaling", cfg.rope_scaling)
     for key in ("hidden_size", "num_layers", "num_heads", "vocab_divisor", "max_positions"):
         if getattr(cfg, key) < 1:
             yield f"model.{key}: must be at least 1, got {getattr(cfg, key)}"
@@ -44,11 +37,15 @@ def _values(cfg: ModelConfig) -> Iterator[str]:
     yield from _rope_scaling(cfg)
 
 
+def _choices(prefix: str, cfg: ModelConfig | RopeScalingConfig) -> Iterator[str]:
+    for item in dataclasses.fields(cfg):
+        choices = item.metadata.get("choices")
+        if choices and getattr(cfg, item.name) not in choices:
+            yield f"{prefix}.{item.name}: must be one of {', '.join(choices)}, got {getattr(cfg, item.name)!r}"
+
+
 def _rope_scaling(cfg: ModelConfig) -> Iterator[str]:
     scaling = cfg.rope_scaling
-    if scaling.type not in ROPE_SCALINGS:
-        yield f"model.rope_scaling.type: must be one of {', '.join(ROPE_SCALINGS)}, got {scaling.type!r}"
-        return
     if scaling.type == "none":
         if scaling.factor != 1.0:
             yield f"model.rope_scaling.factor: {scaling.factor} has no effect with model.rope_scaling.type=none; use linear or llama3"
