@@ -1,0 +1,201 @@
+"""What one rank holds and computes, unit by unit, from options alone: no parameters, no ranks, no torch.
+
+A stage of the pipeline is a list of `UnitProfile`, one per unit that the sharding engine moves. Blocks are all alike, so profiles
+carry a `count` and a stage of any depth has at most three kinds. The planner, the report of memory and the fake world read the same
+list; a test holds it against the units of the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from paro_lm.config import Config, ModelConfig
+from paro_lm.model.sizes import ModelSizes
+from paro_lm.parallel.axes import MeshShape
+from paro_lm.parallel.cost import ElementBytes, UnitSize
+from paro_lm.parallel.sharding import Cell, cell_of_unit
+
+ALIGNMENT = 16
+"""Elements to which the flat buffers align every parameter and shard (`parallel.buffer.ALIGNMENT`)."""
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+Trainable = Callable[[str], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """`count` equal units, of which `name` is the first: elements of each parameter in this rank's tp box.
+
+    `gathers` is how often a micro-batch needs the whole parameters: 2 (forward, backward), 1 where no backward passes.
+    """
+
+    name: str
+    kind: str  # embedding | block | head
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
+    gathers: int = 2
+    count: int = 1
+    first_layer: int = 0
+
+    def padded(self, dp: int) -> tuple[int, int]:
+        """Elements of the trainable and of the frozen flat buffer over `dp` data ranks."""
+        return padded_numel(self.trainable, dp), padded_numel(self.frozen, dp)
+
+    def expand(self) -> list[UnitProfile]:
+        """The units one by one, with their own names."""
+        if self.kind != "block":
+            return [self]
+        return [replace(self, name=f"layers.{self.first_layer + i}", count=1, first_layer=self.first_layer + i) for i in range(self.count)]
+
+
+def padded_numel(numels: Iterable[int], dp: int) -> int:
+    """Length of a flat buffer: every parameter starts at a multiple of ALIGNMENT, the whole is a multiple of dp * ALIGNMENT."""
+    end = sum(math.ceil(numel / ALIGNMENT) * ALIGNMENT for numel in numels)
+    return math.ceil(end / (dp * ALIGNMENT)) * dp * ALIGNMENT
+
+
+def split_layers(num_layers: int, stages: int) -> list[range]:
+    """The blocks of every pipeline stage: contiguous, as equal as they can be, the shorter ones at both ends first.
+
+    The first and the last stage also hold embedding and head, so a remainder goes to the middle.
+    """
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{num_layers} layers cannot be split over {stages} stages; use parallel.pp between 1 and {num_layers}.")
+    sizes = [num_layers // stages] * stages
+    middle_first = sorted(range(stages), key=lambda stage: (min(stage, stages - 1 - stage) == 0, stage))
+    for stage in middle_first[: num_layers % stages]:
+        sizes[stage] += 1
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def stage_profiles(
+    cfg: ModelConfig, *, vocab_size: int, tp: int = 1, layers: range | None = None, first: bool = True, last: bool = True,
+    is_trainable: Trainable | None = None,
+) -> list[UnitProfile]:  # fmt: skip
+    """Units of one stage in the order of the forward; `layers` are its blocks (default all of them).
+
+    `is_trainable(name of a parameter)` says what is trained; blocks whose parameters differ in it become profiles of their own.
+    """
+    sizes = ModelSizes.of(cfg, vocab_size)
+    is_trainable = is_trainable or (lambda name: True)
+    chosen = range(cfg.num_layers) if layers is None else layers
+    units: list[tuple[str, str, int, dict[str, int]]] = []
+    if first or (last and cfg.tie_embeddings):
+        units.append(("embedding", "embedding", 0, _embedding(cfg, sizes, tp, with_positions=first)))
+    block = _block(cfg, sizes, tp)
+    units += [(f"layers.{layer}", "block", layer, block) for layer in chosen]
+    if last:
+        units.append(("head", "head", 0, _head(cfg, sizes, tp)))
+    result: list[UnitProfile] = []
+    backward_passes = not first  # a later stage always hands a gradient on
+    for name, kind, layer, parameters in units:
+        trained = {key: is_trainable(f"{name}.{key}") for key in parameters}
+        backward_passes = backward_passes or any(trained.values())
+        profile = UnitProfile(
+            name=name,
+            kind=kind,
+            trainable=tuple(numel for key, numel in parameters.items() if trained[key]),
+            frozen=tuple(numel for key, numel in parameters.items() if not trained[key]),
+            gathers=2 if backward_passes else 1,
+            first_layer=layer,
+        )
+        if result and kind == "block" and replace(result[-1], name=name, count=1, first_layer=layer) == profile:
+            result[-1] = replace(result[-1], count=result[-1].count + 1)
+        else:
+            result.append(profile)
+    return result
+
+
+def unit_sizes(
+    cfg: Config, shape: MeshShape, *, stage: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
+) -> list[UnitSize]:
+    """The padded units of a rank of pipeline stage `stage`, each with the cell that the config gives it, in forward order.
+
+    `vocab_size` defaults to the config's; raises ValueError when neither is known.
+    """
+    default = Cell.parse(cfg.parallel.sharding)
+    result = []
+    for profile in profiles_of_stage(cfg, shape, stage=stage, vocab_size=vocab_size, is_trainable=is_trainable):
+        for unit in profile.expand():
+            trainable, frozen = unit.padded(shape.dp)
+            cell = cell_of_unit(unit.name, default, cfg.parallel.sharding_overrides)
+            result.append(UnitSize(cell=cell, trainable=trainable, frozen=frozen, gathers=unit.gathers))
+    return result
+
+
+def profiles_of_stage(
+    cfg: Config, shape: MeshShape, *, stage: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
+) -> list[UnitProfile]:
+    """Profiles of a stage of the config's model under a mesh."""
+    return stage_profiles(
+        cfg.model,
+        vocab_size=vocab_of(cfg, vocab_size),
+        tp=shape.tp,
+        layers=split_layers(cfg.model.num_layers, shape.pp)[stage],
+        first=stage == 0,
+        last=stage == shape.pp - 1,
+        is_trainable=is_trainable,
+    )
+
+
+def vocab_of(cfg: Config, vocab_size: int | None = None) -> int:
+    """Rows of the vocabulary: as given, else the model's, else those of the tokenizer that the run would train."""
+    vocab = vocab_size or cfg.model.vocab_size or (None if cfg.data.tokenizer else cfg.data.vocab_size)
+    if vocab is None:
+        raise ValueError(f"model.vocab_size: must be given for a plan, data.tokenizer={cfg.data.tokenizer} is not opened for it.")
+    return vocab
+
+
+def element_bytes(cfg: Config) -> ElementBytes:
+    """Bytes per element of the four kinds of buffers."""
+    types = cfg.precision
+    names = (types.param_dtype, types.grad_dtype, types.reduce_dtype, types.main_dtype)
+    param, grad, reduce, main = (DTYPE_BYTES[name] for name in names)
+    return ElementBytes(param=param, grad=grad, reduce=reduce, main=main)
+
+
+def _embedding(cfg: ModelConfig, sizes: ModelSizes, tp: int, *, with_positions: bool) -> dict[str, int]:
+    result = {"tokens.weight": sizes.padded_vocab // tp * cfg.hidden_size}
+    if with_positions and cfg.positions == "learned":
+        result["positions.weight"] = cfg.max_positions * cfg.hidden_size
+    return result
+
+
+def _head(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> dict[str, int]:
+    result = _norm("norm", cfg, cfg.hidden_size)
+    if not cfg.tie_embeddings:
+        result["output.weight"] = sizes.padded_vocab // tp * cfg.hidden_size
+    return result
+
+
+def _norm(name: str, cfg: ModelConfig, size: int) -> dict[str, int]:
+    return {f"{name}.weight": size} | ({f"{name}.bias": size} if cfg.norm == "layernorm" else {})
+
+
+def _block(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> dict[str, int]:
+    hidden, ffn = cfg.hidden_size, sizes.ffn_size // tp
+    query = sizes.query_size // tp
+    key = sizes.kv_size if sizes.num_kv_heads < tp else sizes.kv_size // tp  # fewer heads than ranks: each rank holds them all
+    result = _norm("attention_norm", cfg, hidden)
+    for name, rows in (("q", query), ("k", key), ("v", key)):
+        result[f"attention.{name}.weight"] = rows * hidden
+        if cfg.qkv_bias:
+            result[f"attention.{name}.bias"] = rows
+    result["attention.o.weight"] = hidden * query
+    if cfg.out_bias:
+        result["attention.o.bias"] = hidden
+    if cfg.qk_norm:
+        result |= {"attention.q_norm.weight": sizes.head_dim, "attention.k_norm.weight": sizes.head_dim}
+    result |= _norm("mlp_norm", cfg, hidden)
+    for name in ("gate", "up") if cfg.activation == "swiglu" else ("up",):
+        result[f"mlp.{name}.weight"] = ffn * hidden
+        if cfg.mlp_bias:
+            result[f"mlp.{name}.bias"] = ffn
+    result["mlp.down.weight"] = hidden * ffn
+    if cfg.mlp_bias:
+        result["mlp.down.bias"] = hidden
+    return result
