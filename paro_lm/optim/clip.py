@@ -19,7 +19,8 @@ def _counted(engine: ShardingEngine, replicated: Callable[[str], frozenset[str]]
         if any(mesh.coordinate(axis) for axis in DATA_AXES if axis not in buffer.cell.main):
             continue
         for segment in buffer.segments(buffer.cell.main):
-            if not any(mesh.coordinate(axis) for axis in replicated(segment.slot.name)):
+            name = segment.slot.name
+            if engine.seams.counts(name) and not any(mesh.coordinate(axis) for axis in replicated(name)):
                 yield segment.of(buffer.finished)
 
 

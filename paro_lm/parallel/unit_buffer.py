@@ -56,6 +56,8 @@ class UnitBuffer:
         """Gradients of the running micro-batch before their reduction, when g is not N."""
         self.accumulated = False
         """Whether `grad` holds something of this step already (sharded gradients only)."""
+        self.written: set[str] = set()
+        """Parameters that had a gradient on this rank in this step."""
         if trainable:
             self.grad = torch.zeros(layout.shard_numel(self.cell.grad), dtype=dtypes.grad, device=device)
             self.main = self.param
@@ -116,6 +118,25 @@ class UnitBuffer:
                 self.reducing[start:stop].zero_()
         return self.reducing
 
+    def end_reduction(self, written: set[str]) -> torch.Tensor | None:
+        """Hand over the gradients of this micro-batch, zero where there were none; None when gradients are not sharded."""
+        if not self.cell.grad:
+            return None
+        reducing = self.begin_reduction()
+        for slot in self.layout.slots:
+            if slot.name not in written:
+                reducing[slot.start : slot.stop].zero_()
+        self.reducing = None
+        return reducing
+
+    def zero_unwritten(self) -> None:
+        """Clear what an earlier step left of parameters that had no gradient in this one (whole gradients only)."""
+        assert self.grad is not None
+        if not self.cell.grad:
+            for slot in self.layout.slots:
+                if slot.name not in self.written:
+                    self.grad[slot.start : slot.stop].zero_()
+
     def accumulate(self, collectives: GridCollectives, reducing: torch.Tensor) -> None:
         """Job: sum this micro-batch's gradient over the axes of g and add it to `grad`."""
         assert self.grad is not None
@@ -172,6 +193,7 @@ class UnitBuffer:
         """Forget the finished sums of a step; the next micro-batch starts a new accumulation."""
         self.finished = None
         self.accumulated = False
+        self.written.clear()
 
 
 def _live(step: Step, live: Placement) -> Step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -42,14 +44,9 @@ class Toy(nn.Module):
 
 def sizes_of(engine: ShardingEngine) -> list[UnitSize]:
     """Padded sizes of the units, from the layouts; every unit but the frozen prefix is needed in forward and backward."""
-    result = []
-    for unit in engine._units:
-        numel = {buffer.trainable: buffer.layout.numel for buffer in unit.buffers}
-        cell = engine._cell_of(unit.name)
-        result.append(
-            UnitSize(cell=cell, trainable=numel.get(True, 0), frozen=numel.get(False, 0), gathers=1 if unit.name == "prefix" else 2)
-        )
-    return result
+    names = [name for name, _ in engine.model.named_children()]
+    sizes = zip(names, engine.unit_sizes(), strict=True)
+    return [replace(size, gathers=1 if name == "prefix" else 2) for name, size in sizes]
 
 
 def measure(
@@ -79,7 +76,7 @@ def measure(
     expected = step_bytes(units, mesh.shape, element, accumulation=accumulation, algorithm=algorithm, last_of_group=last_of_group)
     wrong = [] if sent == expected else [f"{cell} {grid.algorithm} accumulation {accumulation}: sent {sent}, formula {expected}"]
     held, formula = engine.state_bytes(), memory(units, mesh.shape, element)
-    moments = sum(moment.nbytes for moment in optimizer._moments)
+    moments = optimizer.state_bytes()
     found = (held["param"], held["grad"], held["main"] + moments, held["shared"])
     if found != (formula.param, formula.grad, formula.main, formula.shared):
         wrong.append(f"{cell}: holds {found}, formula {formula}")

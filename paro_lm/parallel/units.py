@@ -1,0 +1,172 @@
+"""Units as the engine runs them: their buffers, which forwards wait for a backward, and the pipeline stage they belong to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from paro_lm.model.spec import ParameterSpec, Unit
+from paro_lm.parallel.buffer import FlatLayout
+from paro_lm.parallel.mesh import ParallelMesh
+from paro_lm.parallel.queue import Handle
+from paro_lm.parallel.sharding import Cell
+from paro_lm.parallel.unit_buffer import Dtypes, UnitBuffer
+
+
+class State(enum.Enum):
+    RESTING = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+@dataclass
+class Calls:
+    """Forwards of a unit in one micro-batch whose backward is to come: `hooked` end with an input gradient, `open` do not."""
+
+    hooked: int = 0
+    open: int = 0
+
+    def __bool__(self) -> bool:
+        return self.hooked + self.open > 0
+
+
+@dataclass(kw_only=True)
+class Reduction:
+    """Gradients of a unit on their way; `reading` is kept until the job is over, which may be later than its closure."""
+
+    handle: Handle
+    reading: list[torch.Tensor]
+
+
+@dataclass(kw_only=True, eq=False)
+class RuntimeUnit:
+    """One unit: its modules in the order of their calls, its parameters by name, its buffers, and what is under way."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    cell: Cell
+    stage: Stage
+    position: int
+    buffers: list[UnitBuffer]
+    parameters: dict[str, nn.Parameter]
+    state: State = State.RESTING
+    gather: Handle | None = None
+    calls: dict[int | None, Calls] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    """Parameters with a gradient in the running backward."""
+    ready: bool = False
+    reduction: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        self.trainable = [buffer for buffer in self.buffers if buffer.trainable]
+        self.num_trainable = sum(len(buffer.layout.slots) for buffer in self.trainable)
+        self.is_sharded = any(buffer.cell.param for buffer in self.buffers)
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(buffer.unsharded for buffer in self.buffers)
+
+
+@dataclass(kw_only=True, eq=False)
+class Stage:
+    """Units that one forward runs through, in order, and the passes that are under way. Without pipelines there is one."""
+
+    units: list[RuntimeUnit] = field(default_factory=list)
+    forward_of: int | None = None
+    """Micro-batch of the running forward."""
+    last_called: int = -1
+    """Position of the unit that the running forward called last."""
+    backward_of: int | None = None
+    is_last_backward: bool | None = None
+    """Whether the running backward is the step's last of this stage; None outside of a backward."""
+    cursor: int = 0
+    """Units from this position on have had their reduction issued in the running backward."""
+
+
+def build_units(
+    model: nn.Module,
+    stages: Sequence[Sequence[Unit]],
+    cell_of: Callable[[str], Cell],
+    dtypes: Dtypes,
+    mesh: ParallelMesh,
+    *,
+    specs: Mapping[str, ParameterSpec] | None,
+    value_of: Callable[[str], torch.Tensor] | None,
+    shared: frozenset[str] = frozenset(),
+) -> list[Stage]:
+    """Put the parameters of every unit into flat buffers and replace them in the model by views.
+
+    A unit has one buffer for trainable, one for frozen, and one for `shared` parameters (those that another stage holds too, whose
+    layout must not depend on what else the unit holds). A parameter belongs to the first unit that lists it.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    homes = _homes(model)
+    owned: set[int] = set()
+    result = []
+    for units in stages:
+        stage = Stage()
+        for position, unit in enumerate(units):
+            parameters = {names[id(p)]: p for p in unit.parameters() if id(p) not in owned}
+            owned.update(map(id, parameters.values()))
+            buffers, installed = [], {}
+            for chosen in _split(parameters, shared):
+                layout = FlatLayout.build([_box(name, p, specs) for name, p in chosen.items()], mesh.shape)
+                trainable = next(iter(chosen.values())).requires_grad
+                buffer = UnitBuffer(layout, cell_of(unit.name), dtypes, mesh, trainable=trainable)
+                buffer.load(value_of or (lambda name, parameters=chosen: parameters[name].detach()))  # type: ignore[misc]
+                buffer.allocate_full()
+                for name, view in zip(chosen, buffer.views(), strict=True):
+                    installed[name] = _replace(homes[id(chosen[name])], nn.Parameter(view, requires_grad=trainable))
+                buffer.free_full()
+                buffers.append(buffer)
+            stage.units.append(
+                RuntimeUnit(
+                    name=unit.name,
+                    modules=unit.modules,
+                    cell=cell_of(unit.name),
+                    stage=stage,
+                    position=position,
+                    buffers=buffers,
+                    parameters=installed,
+                )
+            )
+        result.append(stage)
+    left = sorted(name for key, name in names.items() if key not in owned)
+    assert not left, f"parameters outside all units: {left}"
+    return result
+
+
+def _split(parameters: dict[str, nn.Parameter], shared: frozenset[str]) -> list[dict[str, nn.Parameter]]:
+    kinds: dict[tuple[bool, bool], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        kinds.setdefault((not parameter.requires_grad, name in shared), {})[name] = parameter
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _box(
+    name: str, parameter: nn.Parameter, specs: Mapping[str, ParameterSpec] | None
+) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    local = tuple(parameter.shape)
+    if specs is None:
+        return name, local, (0,) * len(local), local
+    return name, specs[name].shape, specs[name].offset, local
+
+
+def _homes(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Per parameter (by identity) every module attribute that holds it; tied parameters have several."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                homes.setdefault(id(parameter), []).append((module, attribute))
+    return homes
+
+
+def _replace(homes: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> nn.Parameter:
+    for module, attribute in homes:
+        setattr(module, attribute, parameter)
+    return parameter
