@@ -21,7 +21,7 @@ ALLOWED = {
     "parallel.axes": set(),
     "parallel.mesh": {"distributed", "parallel.axes"},
     "parallel.sharding": {"parallel.axes"},
-    "parallel.collectives": {"distributed", "parallel.mesh", "parallel.sharding"},
+    "parallel.collectives": {"distributed", "parallel.mesh", "parallel.sharding", "parallel.queue"},
     "parallel.buffer": {"distributed", "parallel.mesh", "parallel.sharding"},
     "parallel.tensor": {"distributed", "parallel.mesh", "model.spec"},
     "parallel.activation": {"model", "parallel.tensor"},

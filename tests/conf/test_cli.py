@@ -53,6 +53,12 @@ def test_batches_are_checked_against_the_world_of_the_launcher(monkeypatch, caps
     assert "16 is not divisible by micro_batch_size=4 x 3 data-parallel ranks = 12" in capsys.readouterr().err
 
 
+def test_the_codes_of_the_trainer_are_those_that_are_documented():
+    from paro_lm import trainer
+
+    assert (trainer.EXIT_DONE, trainer.EXIT_STOPPED) == (EXIT_OK, EXIT_STOPPED)
+
+
 def test_help_shows_examples_and_choices(capsys):
     assert entry("--help") == 0
     text = capsys.readouterr().out
