@@ -15,7 +15,9 @@ from paro_lm.config import option
 class EvaluateConfig:
     """Which model is scored on which text."""
 
-    run: str = option("outputs/quickstart", "Run folder (its newest checkpoint) or checkpoint folder.")
+    run: str = option(
+        "outputs/quickstart", "Run folder (its newest checkpoint), checkpoint folder, Hugging Face folder, or hf://owner/name."
+    )
     valid: list[str] = option([], "Files, globs or prefixes of prepared tokens; empty = the validation part of the run's own data.")
     max_samples: int = option(0, "Windows of the run's sequence length to score; 0 = all.", least=0)
     micro_batch_size: int = option(8, "Windows per forward.", least=1)

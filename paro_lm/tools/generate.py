@@ -13,7 +13,9 @@ from paro_lm.config import option
 class GenerateConfig:
     """What is continued, and how the next token is chosen."""
 
-    run: str = option("outputs/quickstart", "Run folder (its newest checkpoint) or checkpoint folder.")
+    run: str = option(
+        "outputs/quickstart", "Run folder (its newest checkpoint), checkpoint folder, Hugging Face folder, or hf://owner/name."
+    )
     prompt: str = option("", "Text to continue; empty starts with the end-of-document token.")
     max_new_tokens: int = option(128, "Tokens to add at most.", least=1)
     temperature: float = option(0.8, "0 takes the likeliest token; higher is more varied.", least=0)

@@ -1,0 +1,1 @@
+"""Models in the format of Hugging Face: read under any layout, written so that transformers loads them."""
