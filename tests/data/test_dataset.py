@@ -97,6 +97,9 @@ def test_order_differs_between_epochs_and_seeds_and_not_between_runs(tmp_path: P
     assert first == again
     assert first != other
     assert first[:epoch] != first[epoch:]
+    sizes = np.ones(60, np.int64)
+    epochs = [build_epoch(sizes, e, seq_length=4, key=(1, d), shuffle=True) for e, d in ((0, 0), (1, 0), (0, 1))]
+    assert len({tuple(arrays["order"]) for arrays in epochs}) == len({tuple(arrays["windows"]) for arrays in epochs}) == 3
     # Frozen: these orders may never change, or resumed runs would see other data.
     assert permutation(8, 1234, 0, 0, 0).tolist() == FROZEN
     reached_backwards = [tuple(datasets[1][i].tokens) for i in reversed(range(2 * epoch))]

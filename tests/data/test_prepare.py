@@ -218,6 +218,19 @@ def test_second_call_does_nothing_and_changes_are_seen(tmp_path: Path, monkeypat
     assert first.eod == 0
 
 
+def test_tokens_follow_text_and_tokenizer(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = prepare(config(tmp_path, path), seed=0).train[0]
+    trained = prepare(config(tmp_path, path, tokenizer=None, vocab_size=300), seed=0)
+    assert isinstance(trained.tokenizer, Path)
+    ids = IndexedReader(trained.train[0]).document(1).tolist()
+    assert load_tokenizer(trained.tokenizer).decode(ids) == TEXTS[1] + "<|endoftext|>"
+    write_jsonl(path, TEXTS[::-1])  # the same size
+    second = prepare(config(tmp_path, path), seed=0).train[0]
+    assert documents(first) == TEXTS
+    assert documents(second) == TEXTS[::-1]
+
+
 def test_a_pair_without_manifest_is_made_again(tmp_path: Path) -> None:
     cfg = config(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS))
     prefix = prepare(cfg, seed=0).train[0]
