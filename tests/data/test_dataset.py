@@ -188,11 +188,14 @@ def test_unwritable_cache_is_named(tmp_path: Path) -> None:
 
 
 def test_blend_conformance() -> None:
-    cache = ArrayCache(None)
-    assert [Blend([0.3, 0.7], cache)[i][0] for i in range(10)] == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
-    assert [Blend([0.5, 0.25, 0.25], cache)[i][0] for i in range(8)] == [0, 1, 2, 0, 0, 1, 2, 0]
-    assert np.bincount([Blend([0.999, 0.001], cache)[i][0] for i in range(10)]).tolist() == [9, 1]
-    assert {Blend([0.0, 1.0], cache)[i][0] for i in range(50)} == {1}
+    def drawn(weights: list[float], num: int) -> list[int]:
+        blend = Blend(weights, ArrayCache(None))
+        return [blend[i][0] for i in range(num)]
+
+    assert drawn([0.3, 0.7], 10) == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert drawn([0.5, 0.25, 0.25], 8) == [0, 1, 2, 0, 0, 1, 2, 0]
+    assert np.bincount(drawn([0.999, 0.001], 10)).tolist() == [9, 1]
+    assert set(drawn([0.0, 1.0], 50)) == {1}
 
 
 @pytest.mark.parametrize("num_sets", [1, 3, 24, 25, 300])
