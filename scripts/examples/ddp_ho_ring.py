@@ -39,7 +39,7 @@ def main() -> None:
         if world.rank == 0:
             print(f"step {step} loss {loss.item() / world.world_size:.4f} bytes sent by rank 0 {ledger.by_axis()}")
     state.close()
-    shutdown()
+    shutdown(world)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
         dist.all_reduce(loss)
         if world.rank == 0:
             print(f"step {step} loss {loss.item() / world.world_size:.4f} bytes sent by rank 0 {ledger.by_axis()}")
-    shutdown()
+    shutdown(world)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from paro_lm.parallel.collectives.lane import Lane, Pieces, Workspace, add_up, piece_numel, same_memory
+from paro_lm.parallel.collectives.lane import Lane, Pieces, Workspace, add_up, same_memory
 
-INTRA_DEPTH = 4  # pieces of the inner exchange of a reduce-scatter in flight; more only costs scratch memory
+INTRA_DEPTH = 2  # pieces of the inner exchange of a reduce-scatter in flight: more delay the first one, and cost scratch memory
 
 
 class HoRing:
@@ -86,7 +86,8 @@ class HoRing:
 
     def _pieces(self, tensor: torch.Tensor) -> Pieces:
         numel = tensor.numel() // (self.groups * self.group_size)
-        return Pieces(numel, piece_numel(numel, tensor.element_size(), self.chunk_bytes))
+        levels = (self.groups > 1) + (self.group_size > 1)
+        return Pieces.cut(numel, tensor.element_size(), self.chunk_bytes, levels=levels)
 
 
 class _Gather:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paro_lm.parallel.collectives.ho_ring import HoRing
-from paro_lm.parallel.collectives.lane import Lane, Pieces, add_up, piece_numel, same_memory
+from paro_lm.parallel.collectives.lane import Lane, Pieces, add_up, same_memory
 
 Message = tuple[torch.Tensor, int]  # what, and the peer in the lane
 
@@ -84,7 +84,7 @@ class StreamHoRing(HoRing):
     def _pieces(self, tensor: torch.Tensor) -> Pieces:
         numel = tensor.numel() // (self.groups * self.group_size)
         size = self.chunk_bytes or 4 << 20  # a launch costs tens of microseconds: larger pieces than between processes
-        return Pieces(numel, piece_numel(numel, tensor.element_size(), size))
+        return Pieces.cut(numel, tensor.element_size(), size, levels=2)
 
     @contextlib.contextmanager
     def _both_streams(self) -> Any:
