@@ -80,11 +80,11 @@ def _mlp(cfg: ModelConfig, sizes: ModelSizes, tp: int, width: int) -> int:
 def in_flight(schedule: str, *, stages: int, stage: int, num_micro_batches: int, virtual_stages: int = 1) -> int:
     """Micro-batches whose activations a stage holds at once, in whole stages (a chunk of an interleaved stage counts its share).
 
-    gpipe holds all; 1F1B those between a stage and the last; interleaved and ZBV schedules their published warm-up.
+    gpipe and looped_bfs hold all; 1F1B those between a stage and the last; interleaved and ZBV schedules their published warm-up.
     """
     if stages == 1:
         return 1
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "looped_bfs"):
         return num_micro_batches
     if schedule == "1f1b":
         return min(stages - stage, num_micro_batches)

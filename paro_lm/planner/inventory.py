@@ -7,15 +7,18 @@ list; a test holds it against the units of the model itself.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paro_lm.config import Config, ModelConfig
+from paro_lm.model.flops import layer_costs
 from paro_lm.model.sizes import ModelSizes
 from paro_lm.parallel.axes import MeshShape
 from paro_lm.parallel.cost import ElementBytes, UnitSize
 from paro_lm.parallel.sharding import Cell, cell_of_unit
+from paro_lm.parallel.stages import num_stages, split_by_cost, split_layers, stages_of_rank
 
 ALIGNMENT = 16
 """Elements to which the flat buffers align every parameter and shard (`parallel.buffer.ALIGNMENT`)."""
@@ -51,25 +54,26 @@ class UnitProfile:
         return [replace(self, name=f"layers.{self.first_layer + i}", count=1, first_layer=self.first_layer + i) for i in range(self.count)]
 
 
-def padded_numel(numels: Iterable[int], dp: int) -> int:
+@functools.lru_cache(maxsize=4096)
+def padded_numel(numels: tuple[int, ...], dp: int) -> int:
     """Length of a flat buffer: every parameter starts at a multiple of ALIGNMENT, the whole is a multiple of dp * ALIGNMENT."""
     end = sum(math.ceil(numel / ALIGNMENT) * ALIGNMENT for numel in numels)
     return math.ceil(end / (dp * ALIGNMENT)) * dp * ALIGNMENT
 
 
-def split_layers(num_layers: int, stages: int) -> list[range]:
-    """The blocks of every pipeline stage: contiguous, as equal as they can be, the shorter ones at both ends first.
-
-    The first and the last stage also hold embedding and head, so a remainder goes to the middle.
-    """
-    if not 1 <= stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot be split over {stages} stages; use parallel.pp between 1 and {num_layers}.")
-    sizes = [num_layers // stages] * stages
-    middle_first = sorted(range(stages), key=lambda stage: (min(stage, stages - 1 - stage) == 0, stage))
-    for stage in middle_first[: num_layers % stages]:
-        sizes[stage] += 1
-    starts = [sum(sizes[:stage]) for stage in range(stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+def stage_layers(cfg: Config, *, pp: int, vocab_size: int) -> list[range]:
+    """The blocks of every pipeline stage (a rank may hold several): as listed, by number, or by cost. Raises ValueError for too few."""
+    parallel, num_layers = cfg.parallel, cfg.model.num_layers
+    count = num_stages(parallel.schedule, pp, parallel.virtual_stages) if pp > 1 else 1
+    if count > num_layers:
+        raise ValueError(f"model.num_layers={num_layers} do not fill {count} pipeline stages; use fewer stages or more layers.")
+    if len(parallel.layers_per_stage) == count > 1:
+        starts = [sum(parallel.layers_per_stage[:stage]) for stage in range(count)]
+        return [range(start, start + size) for start, size in zip(starts, parallel.layers_per_stage, strict=True)]
+    if parallel.balance == "layers" or count == 1:
+        return split_layers(num_layers, count)
+    costs = layer_costs(cfg.model, vocab_size=vocab_size, seq_length=cfg.seq_length)
+    return split_by_cost([costs.block] * num_layers, count, first=costs.embedding, last=costs.head)
 
 
 def stage_profiles(
@@ -84,12 +88,14 @@ def stage_profiles(
     is_trainable = is_trainable or (lambda name: True)
     chosen = range(cfg.num_layers) if layers is None else layers
     units: list[tuple[str, str, int, dict[str, int]]] = []
-    if first or (last and cfg.tie_embeddings):
-        units.append(("embedding", "embedding", 0, _embedding(cfg, sizes, tp, with_positions=first)))
+    if first:
+        units.append(("embedding", "embedding", 0, _embedding(cfg, sizes, tp, with_positions=True)))
     block = _block(cfg, sizes, tp)
     units += [(f"layers.{layer}", "block", layer, block) for layer in chosen]
     if last:
         units.append(("head", "head", 0, _head(cfg, sizes, tp)))
+    if last and not first and cfg.tie_embeddings:  # the last stage's copy of the matrix
+        units.append(("embedding", "embedding", 0, _embedding(cfg, sizes, tp, with_positions=False)))
     result: list[UnitProfile] = []
     backward_passes = not first  # a later stage always hands a gradient on
     for name, kind, layer, parameters in units:
@@ -111,15 +117,15 @@ def stage_profiles(
 
 
 def unit_sizes(
-    cfg: Config, shape: MeshShape, *, stage: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
+    cfg: Config, shape: MeshShape, *, pp_rank: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
 ) -> list[UnitSize]:
-    """The padded units of a rank of pipeline stage `stage`, each with the cell that the config gives it, in forward order.
+    """The padded units of a rank at pipeline position `pp_rank`, each with the cell that the config gives it, in forward order.
 
     `vocab_size` defaults to the config's; raises ValueError when neither is known.
     """
     default = Cell.parse(cfg.parallel.sharding)
     result = []
-    for profile in profiles_of_stage(cfg, shape, stage=stage, vocab_size=vocab_size, is_trainable=is_trainable):
+    for profile in rank_profiles(cfg, shape, pp_rank=pp_rank, vocab_size=vocab_size, is_trainable=is_trainable):
         for unit in profile.expand():
             trainable, frozen = unit.padded(shape.dp)
             cell = cell_of_unit(unit.name, default, cfg.parallel.sharding_overrides)
@@ -127,19 +133,26 @@ def unit_sizes(
     return result
 
 
-def profiles_of_stage(
-    cfg: Config, shape: MeshShape, *, stage: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
+def rank_profiles(
+    cfg: Config, shape: MeshShape, *, pp_rank: int = 0, vocab_size: int | None = None, is_trainable: Trainable | None = None
 ) -> list[UnitProfile]:
-    """Profiles of a stage of the config's model under a mesh."""
-    return stage_profiles(
-        cfg.model,
-        vocab_size=vocab_of(cfg, vocab_size),
-        tp=shape.tp,
-        layers=split_layers(cfg.model.num_layers, shape.pp)[stage],
-        first=stage == 0,
-        last=stage == shape.pp - 1,
-        is_trainable=is_trainable,
-    )
+    """Profiles of all stages of the config's model that a rank holds under a mesh, in the order of the stages."""
+    vocab = vocab_of(cfg, vocab_size)
+    layers = stage_layers(cfg, pp=shape.pp, vocab_size=vocab)
+    mine = stages_of_rank(cfg.parallel.schedule, shape.pp, cfg.parallel.virtual_stages, pp_rank) if shape.pp > 1 else [0]
+    return [
+        profile
+        for stage in mine
+        for profile in stage_profiles(
+            cfg.model,
+            vocab_size=vocab,
+            tp=shape.tp,
+            layers=layers[stage],
+            first=stage == 0,
+            last=stage == len(layers) - 1,
+            is_trainable=is_trainable,
+        )
+    ]
 
 
 def vocab_of(cfg: Config, vocab_size: int | None = None) -> int:

@@ -14,7 +14,7 @@ from paro_lm.parallel.axes import MeshShape
 from paro_lm.parallel.buffer import FlatLayout
 from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.tensor import TensorParallel
-from paro_lm.planner.inventory import ALIGNMENT, split_layers, stage_profiles, unit_sizes, vocab_of
+from paro_lm.planner.inventory import ALIGNMENT, rank_profiles, stage_layers, stage_profiles, unit_sizes, vocab_of
 
 LLAMA = ModelConfig(hidden_size=48, num_layers=5, num_heads=6, num_kv_heads=2, ffn_size=104)
 GPT2 = ModelConfig(
@@ -86,16 +86,15 @@ def test_a_frozen_prefix_is_gathered_once_and_units_have_their_cells() -> None:
     assert units[0].cell == Cell.parse("IIG")
 
 
-@pytest.mark.parametrize(("layers", "stages", "sizes"), [(8, 4, [2, 2, 2, 2]), (5, 2, [3, 2]), (7, 3, [2, 3, 2]), (6, 4, [1, 2, 2, 1])])
-def test_stages_are_balanced(layers: int, stages: int, sizes: list[int]) -> None:
-    found = split_layers(layers, stages)
-    assert [len(stage) for stage in found] == sizes
-    assert [layer for stage in found for layer in stage] == list(range(layers))
+def test_ranks_of_a_pipeline_hold_every_unit_once() -> None:
+    cfg = Config(model=replace(LLAMA, vocab_size=VOCAB), parallel=ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2))
+    held = [[unit.name for p in rank_profiles(cfg, MeshShape(pp=2), pp_rank=rank) for unit in p.expand()] for rank in range(2)]
+    assert held == [["embedding", "layers.0", "layers.1", "layers.3"], ["layers.2", "layers.4", "head"]]
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="between 1 and 3"):
-        split_layers(3, 4)
+    with pytest.raises(ValueError, match="num_layers=5 do not fill 8"):
+        stage_layers(Config(model=LLAMA), pp=8, vocab_size=VOCAB)
 
 
 def test_the_vocabulary_must_be_known() -> None:
