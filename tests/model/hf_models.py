@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_tied_head_dim": ("llama", {**LLAMA, "tie_word_embeddings": True, "head_dim": 8}),
     "llama_linear": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
     "llama3": ("llama", {**LLAMA, "rope_parameters": LLAMA3}),
+    "llama_8_heads": ("llama", {**LLAMA, "hidden_size": 32, "num_attention_heads": 8, "head_dim": 8}),
     "llama_biases": ("llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
     "mistral_window": ("mistral", {**LLAMA, "sliding_window": 7}),
@@ -46,10 +47,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model, every parameter random (norms around 1), in evaluation mode."""
+def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The model, every parameter random (norms around 1), in evaluation mode; `changes` to the options of its config."""
     model_type, options = MODELS[name]
-    config = AutoConfig.for_model(model_type, **options, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(model_type, **{**options, "bos_token_id": 1, "eos_token_id": 2, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paro_lm.model.generate import generate
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.spec import ParameterSpec
+from paro_lm.model.transformer import Transformer
 from paro_lm.restore import open_source, restore
 from paro_lm.tools.export import export
 from tests.model.hf_models import MODELS, VOCAB, save_model, stored, tokens
@@ -56,6 +57,22 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     prompt = tokens(5)
     theirs_text = again.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert generate(ours.model, prompt, max_new_tokens=12) == theirs_text.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama_tied_head_dim", "qwen3", "gpt2"])
+def test_pipeline_stages_are_filled_with_their_own_layers(name: str, tmp_path: Path) -> None:
+    expected = save_model(name, tmp_path)(tokens()).logits
+    checkpoint = HFCheckpoint(tmp_path)
+    hidden = tokens()
+    for stage in range(2):
+        part = Transformer(
+            checkpoint.model, vocab_size=VOCAB, layers=range(stage, stage + 1), has_embedding=stage == 0, has_head=stage == 1
+        ).eval()
+        specs = part.parameter_specs()
+        part.load_state_dict({key: checkpoint.value_of(key, specs[key]) for key in specs})
+        hidden = part(hidden)
+    torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama_tied_head_dim", "gpt2"])
@@ -117,6 +134,18 @@ def _box(spec: ParameterSpec, offset: tuple[int, ...], local: tuple[int, ...]) -
 
 def _numel(region: list[slice]) -> int:
     return torch.Size(part.stop - part.start for part in region).numel()
+
+
+def test_rows_of_heads_are_taken_as_they_are(tmp_path: Path) -> None:
+    """8 query heads, 2 kv heads, head_dim 8: the stored layout is the half layout (dim j turns with j + 4); `test_round_trip` compares
+    the logits at all positions, where the interleaved layout (rows 0 4 1 5 2 6 3 7 of a head) would give others from position 1 on.
+    """
+    save_model("llama_8_heads", tmp_path)
+    checkpoint, files = HFCheckpoint(tmp_path), stored(tmp_path)
+    for x, rows in (("q", 64), ("k", 16)):
+        value = checkpoint.value_of(f"layers.0.attention.{x}.weight")
+        assert value.shape == (rows, 32)
+        assert torch.equal(value, files[f"model.layers.0.self_attn.{x}_proj.weight"])
 
 
 def test_head_dim_is_free(tmp_path: Path) -> None:
