@@ -124,9 +124,14 @@ class ParallelConfig:
     tp: int = option(1, "Tensor-parallel ranks.", least=1)
     sequence_parallel: bool = option(False, "With tp > 1: norms and residuals are sharded over the sequence.")
     pp: int = option(1, "Pipeline stages.", least=1)
-    schedule: str = option("1f1b", "Pipeline schedule.", choices="gpipe | 1f1b | interleaved_1f1b | zbv")
-    virtual_stages: int = option(1, "Model chunks per pipeline rank.", least=1)
-    balance: str = option("layers", "How layers are split over stages.", choices="layers | cost")
+    schedule: str = option(
+        "1f1b", "Pipeline schedule.", choices="gpipe | 1f1b | looped_bfs | interleaved_1f1b | interleaved_zero_bubble | zbv"
+    )
+    virtual_stages: int = option(1, "Stages per pipeline rank, for the looped and interleaved schedules (zbv always has 2).", least=1)
+    balance: str = option(
+        "layers", "How layers are split over stages: by their number, or by cost with the head counted.", choices="layers | cost"
+    )
+    layers_per_stage: list[int] = option([], "Layers of each stage, in order; empty = as `balance` says.")
     collectives: str = option("auto", "Algorithm of data-parallel collectives.", choices="auto | native | hierarchical | ho_ring | ring")
     chunk_bytes: int | None = option(None, "HO-Ring: bytes of a chunk; null = from the message size.", least=1)
     overlap: bool = option(True, "Communicate beside computation; off gives the same numbers.")

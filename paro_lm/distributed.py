@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from paro_lm.config import RuntimeConfig
 
-
 Result = TypeVar("Result")
 
 

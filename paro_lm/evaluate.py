@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from paro_lm.data.dataset import TokenDataset
 from paro_lm.data.indexed import IndexedReader
-from paro_lm.data.loader import Loader
+from paro_lm.data.loader import Loader, MicroBatch
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
 
 
-@torch.no_grad()
 def evaluate(
-    model: nn.Module, datasets: Sequence[TokenDataset], mesh: ParallelMesh, *, micro_batch_size: int, max_samples: int = 0
+    loss_of: Callable[[MicroBatch], torch.Tensor],
+    datasets: Sequence[TokenDataset],
+    mesh: ParallelMesh,
+    *,
+    micro_batch_size: int,
+    max_samples: int = 0,
 ) -> float:
     """Mean loss per token over the first `max_samples` samples of the datasets (0 = all), in nats; the same number on every rank
     and for every layout. All data ranks run equally many forwards: those without samples left run on samples without labels.
+
+    `loss_of` gives the summed loss of a micro-batch without gradients, zero on ranks without the last pipeline stage.
     """
     rank, size = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
     left = max_samples if max_samples else sum(dataset.complete_samples for dataset in datasets)
     loss, tokens = 0.0, 0
-    model.eval()
     for dataset in datasets:
         num_samples = min(left, dataset.complete_samples)
         left -= num_samples
@@ -33,10 +37,9 @@ def evaluate(
         while loader.consumed_samples < num_samples:
             (batch,) = loader.next(1)
             batch = batch.to(mesh.device)
-            loss += model(batch.tokens, labels=batch.labels, positions=batch.positions, documents=batch.documents).item()
+            loss += loss_of(batch).item()
             tokens += batch.num_loss_tokens
-    model.train()
-    return mesh.sum(loss, DATA_AXES) / max(1, mesh.sum(tokens, DATA_AXES))
+    return mesh.sum(loss, ("pp", *DATA_AXES)) / max(1, mesh.sum(tokens, DATA_AXES))
 
 
 def unigram_loss(train: Sequence[Path], datasets: Sequence[TokenDataset], *, vocab_size: int, max_samples: int = 0) -> float:

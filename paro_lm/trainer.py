@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from paro_lm import distributed
-from paro_lm.build import build_engine, build_model, num_parameters
+from paro_lm.build import build_engine, build_model, build_runner
 from paro_lm.checkpoint.checkpointer import Checkpointer
 from paro_lm.checkpoint.folder import latest_checkpoint
 from paro_lm.config import Config, config_hash
@@ -24,7 +25,8 @@ from paro_lm.evaluate import evaluate, unigram_loss
 from paro_lm.logs import ReportedError, report_failure, setup_logging
 from paro_lm.metrics import MetricsLogger, StepRecord, Throughput, memory_gb, peak_tflops
 from paro_lm.model.dropout import dropout_seed
-from paro_lm.model.flops import model_flops
+from paro_lm.model.flops import count_parameters, model_flops
+from paro_lm.model.transformer import Transformer
 from paro_lm.optim.clip import clip_coefficient, grad_norm, scale_gradients
 from paro_lm.optim.optimizer import AdamW
 from paro_lm.optim.scaler import LossScaler, SkipCounter
@@ -112,8 +114,9 @@ class Trainer:
         self.vocab_size = check_vocab(cfg, prepared)
         self.ledger = ByteLedger()
         self.model = build_model(cfg, self.mesh, vocab_size=self.vocab_size, ledger=self.ledger)
-        self.specs = self.model.parameter_specs()
+        self.specs = self.model.specs
         self.engine = build_engine(cfg, self.model, self.mesh, ledger=self.ledger)
+        self.runner = build_runner(cfg, self.model, self.engine, self.mesh)
         self.optimizer = AdamW(self.engine, cfg.optim, decays=lambda name: self.specs[name].decay)
         self.scaler = LossScaler.from_config(cfg.precision)
         self.skips = SkipCounter(max_in_a_row=cfg.optim.max_skipped_steps)
@@ -176,16 +179,15 @@ class Trainer:
 
     def _forward_backward(self, micro_batches: list[MicroBatch], num_tokens: int) -> torch.Tensor:
         """Accumulate gradients of the mean loss over the step's tokens; returns this rank's part of that mean."""
-        total = torch.zeros((), dtype=torch.float64 if self.cfg.precision.param_dtype == "fp64" else torch.float32, device=self.mesh.device)
+        batches = [batch.to(self.mesh.device) for batch in micro_batches]
         data_rank = self.mesh.index(*DATA_AXES)
-        for index, batch in enumerate(micro_batches):
-            batch = batch.to(self.mesh.device)
+
+        def forward(chunk: nn.Module, hidden: torch.Tensor | None, index: int) -> torch.Tensor:
             self.model.set_dropout_seed(dropout_seed(self.cfg.seed, step=self.step, micro_batch=index, data_rank=data_rank))
-            with self.engine.micro_batch(last=index == len(micro_batches) - 1):
-                loss = self.model(batch.tokens, labels=batch.labels, positions=batch.positions, documents=batch.documents)
-                (loss * (self.scaler.scale / max(1, num_tokens))).backward()
-            total += loss.detach()
-        return total / max(1, num_tokens)
+            return run_chunk(chunk, hidden, batches[index])
+
+        loss = self.runner.forward_backward(forward, len(batches), self.scaler.scale / max(1, num_tokens))
+        return loss / max(1, num_tokens)
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, float]:
         """Sum of the losses over data ranks, and how many ranks want to stop: one small all-reduce over the world."""
@@ -210,7 +212,7 @@ class Trainer:
         throughput = Throughput(
             num_ranks=self.world.world_size,
             flops_per_token=model_flops(cfg.model, vocab_size=self.vocab_size, seq_length=cfg.seq_length) / cfg.seq_length,
-            peak_tflops=peak_tflops(cfg.logging.peak_tflops, self.mesh.device, next(self.model.parameters()).dtype),
+            peak_tflops=peak_tflops(cfg.logging.peak_tflops, self.mesh.device, self.engine.dtypes.param),
         )
         profiler = Profiler(cfg.logging.profile_steps, self.run.folder / "profile", rank=self.world.rank)
         metrics = MetricsLogger(
@@ -275,7 +277,15 @@ class Trainer:
             return
         self.engine.wait()
         sent = self.ledger.entries()
-        loss = evaluate(self.model, self.valid, self.mesh, micro_batch_size=self.cfg.micro_batch_size, max_samples=self._valid_samples)
+        self.model.module.eval()
+        loss = evaluate(
+            lambda batch: self.runner.forward_only(lambda chunk, hidden, _: run_chunk(chunk, hidden, batch)),
+            self.valid,
+            self.mesh,
+            micro_batch_size=self.cfg.micro_batch_size,
+            max_samples=self._valid_samples,
+        )
+        self.model.module.train()
         self.engine.wait()
         self.ledger.restore(sent)  # bytes are those of training steps
         metrics.log_evaluation(self.step, loss)
@@ -291,13 +301,13 @@ class Trainer:
         if self.world.rank != 0:
             return
         cfg, mesh = self.cfg, self.mesh
-        trainable = set(self.engine.trainable_names())
+        num_params = count_parameters(cfg.model, vocab_size=self.vocab_size).total
         samples = total_samples(cfg.batch_ramp, cfg.global_batch_size, cfg.steps, cfg.micro_batch_size * mesh.size(*DATA_AXES))
         summary = RunSummary(
             run_name=cfg.run_name,
             model_name=cfg.model.name,
-            num_params=num_parameters(self.specs),
-            num_trainable=num_parameters({name: spec for name, spec in self.specs.items() if name in trainable}),
+            num_params=num_params,
+            num_trainable=num_params,
             data_tokens=self.prepared.num_train_tokens,
             samples_per_step=cfg.global_batch_size,
             seq_length=cfg.seq_length,
@@ -311,8 +321,7 @@ class Trainer:
     def _finish(self) -> None:
         """The last words of a run: losses beside a baseline, a sample, where the checkpoint is, how to go on."""
         if self.cfg.logging.sample_prompt is not None:
-            text = sample_text(self.engine, self.prepared, self.cfg)
-            self._say(f"sample: {text}")
+            self._say(f"sample: {sample_text(self.engine, self.mesh, self.prepared, self.cfg)}")
         if self.valid and self.world.rank == 0 and self.prepared.num_train_tokens <= MAX_BASELINE_TOKENS:
             baseline = unigram_loss(self.prepared.train, self.valid, vocab_size=self.vocab_size, max_samples=self._valid_samples)
             self._say(f"validation loss {self.val_loss:.4f}, add-one unigram model of the training text {baseline:.4f} (nats per token)")
@@ -387,6 +396,17 @@ def check_vocab(cfg: Config, prepared: Prepared) -> int:
             f"use model.vocab_size=null or at least {prepared.vocab_size}."
         )
     return size
+
+
+def run_chunk(chunk: nn.Module, hidden: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+    """One stage's part of a forward: hidden states, or on the last stage the summed loss."""
+    assert isinstance(chunk, Transformer)
+    return chunk(
+        batch.tokens if hidden is None else hidden,
+        labels=batch.labels if chunk.has_head else None,
+        positions=batch.positions,
+        documents=batch.documents,
+    )
 
 
 def _due(step: int, every: int, total: int) -> bool:

@@ -14,11 +14,11 @@ from typing import Any
 from paro_lm.config import SHARDING_NAMES, Config, leaves
 from paro_lm.model.validate import check_model
 from paro_lm.optim.schedule import ramp_problems
+from paro_lm.parallel.sharding import ALIASES, Cell
+from paro_lm.parallel.stages import ZERO_BUBBLE, layout_problems
 
 # What the schema names and the engine cannot do yet. Whoever adds a feature deletes its line.
 NOT_SUPPORTED_YET: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    ("parallel.pp", lambda cfg: cfg.parallel.pp > 1, "pipeline stages are not supported yet; use parallel.pp=1"),
-    ("parallel.tp", lambda cfg: cfg.parallel.tp > 1, "tensor parallelism is not supported yet; use parallel.tp=1"),
     ("runtime.backend", lambda cfg: cfg.runtime.backend == "fake", "fake worlds are not supported yet; use auto, nccl or gloo"),
 )
 
@@ -174,6 +174,41 @@ def _mesh(cfg: Config, world_size: int) -> Iterator[str]:
             f"(world {world_size} / pp {pp} / tp {tp}); use one of {valid}"
         )
     yield from _batches(cfg, dp)
+    yield from _pipeline(cfg, dp)
+
+
+def _pipeline(cfg: Config, dp: int) -> Iterator[str]:
+    parallel, micro = cfg.parallel, cfg.micro_batch_size * dp
+    first = cfg.batch_ramp.start or cfg.global_batch_size
+    yield from layout_problems(
+        schedule=parallel.schedule,
+        pp=parallel.pp,
+        virtual_stages=parallel.virtual_stages,
+        num_layers=cfg.model.num_layers,
+        num_micro_batches=first // micro if first % micro == 0 else None,
+        layers_per_stage=parallel.layers_per_stage,
+    )
+    if parallel.pp == 1:
+        return
+    for key, cell in {"sharding": parallel.sharding, **parallel.sharding_overrides}.items():
+        letters = ALIASES.get(cell.lower(), cell.upper())
+        if len(letters) == 3 and set(letters) <= set("NIG") and not Cell.parse(letters).is_kept:
+            yield (
+                f"parallel.{key}: {letters} shards its optimizer states more coarsely than parameters or gradients, which is not supported "
+                f"with parallel.pp={parallel.pp}; use {Cell.parse(letters).dominating}, which needs less memory"
+            )
+    if parallel.schedule in ZERO_BUBBLE and parallel.activation_checkpointing != "none":
+        yield (
+            f"parallel.activation_checkpointing: {parallel.activation_checkpointing} is not supported with the split backward of "
+            f"parallel.schedule={parallel.schedule}; use none, or schedule=1f1b or interleaved_1f1b"
+        )
+    if parallel.schedule in ZERO_BUBBLE and cfg.runtime.compile:
+        yield f"runtime.compile: not supported with the split backward of parallel.schedule={parallel.schedule}; use interleaved_1f1b"
+    if parallel.schedule == "zbv" and cfg.model.tie_embeddings:
+        yield (
+            "model.tie_embeddings: with parallel.schedule=zbv one rank holds both ends of the model, for which tied embeddings are not "
+            "supported; use schedule=interleaved_1f1b, or model.tie_embeddings=false"
+        )
 
 
 def _batches(cfg: Config, dp: int) -> Iterator[str]:

@@ -19,10 +19,12 @@ from paro_lm.data.indexed import IndexedWriter
 from paro_lm.data.loader import MicroBatch
 from paro_lm.logs import ReportedError
 from paro_lm.model.spec import Unit
+from paro_lm.model.transformer import Transformer
 from paro_lm.optim.scaler import LossScaler
 from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.engine import ShardingEngine
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
+from paro_lm.parallel.pipeline import PlainRunner
 from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.unit_buffer import Dtypes
 from paro_lm.testing import run_distributed
@@ -164,12 +166,12 @@ class _Poisoned(Trainer):
     def _forward_backward(self, micro_batches: list[MicroBatch], num_tokens: int) -> torch.Tensor:
         if self.step + 1 not in self.poisoned or self.world.rank != 1:
             return super()._forward_backward(micro_batches, num_tokens)
-        forward = self.model.forward
-        self.model.forward = lambda *args, **kwargs: forward(*args, **kwargs) * float("nan")
+        head = self.model.module.head
+        handle = head.norm.register_forward_hook(lambda module, args, output: output * float("nan"))
         try:
             return super()._forward_backward(micro_batches, num_tokens)
         finally:
-            self.model.forward = forward
+            handle.remove()
 
     def train_step(self):  # type: ignore[no-untyped-def]
         before = self._copy() if self.step + 1 in self.poisoned else None
@@ -212,11 +214,13 @@ def test_a_step_that_is_not_finite_is_skipped_on_every_rank(tokens: Path) -> Non
         assert [record["skipped"] for record in records(cfg) if "loss" in record] == [0, 0, 1, 1, 1]
 
 
-class _Sums(torch.nn.Module):
+class _Sums(Transformer):
     """A model whose loss sum is the sum of its tokens at labelled places times a parameter that is 1."""
 
+    has_head = True
+
     def __init__(self) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         self.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
 
     def forward(self, tokens: torch.Tensor, *, labels: torch.Tensor, positions: Any, documents: Any) -> torch.Tensor:
@@ -250,6 +254,7 @@ def _normalised(rank: int, world_size: int, cases: list[list[list[tuple[int, int
             gather_collectives=grids[0],
             reduce_collectives=grids[1],
         )
+        trainer.runner = PlainRunner(trainer.engine, model)
         batches = [_batch(*values) for values in case[rank]]
         num_tokens = mesh.sum(sum(batch.num_loss_tokens for batch in batches), DATA_AXES)
         loss = mesh.sum(trainer._forward_backward(batches, num_tokens).item(), DATA_AXES)

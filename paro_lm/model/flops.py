@@ -52,6 +52,22 @@ def count_parameters(cfg: ModelConfig, *, vocab_size: int | None = None, padded:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """Model FLOPs per sample of the parts of a model, for balancing pipeline stages; a table look-up is one per element."""
+
+    embedding: float
+    block: float
+    head: float
+
+
+def layer_costs(cfg: ModelConfig, *, vocab_size: int | None = None, seq_length: int) -> LayerCosts:
+    """Forward and backward FLOPs of the embedding, one block, and the head; their sum over the model is `model_flops` and look-ups."""
+    sizes = ModelSizes.of(cfg, vocab_size)
+    block = 6 * seq_length * (_block_matrices(cfg, sizes) + sizes.query_size * seq_length)
+    return LayerCosts(embedding=seq_length * cfg.hidden_size, block=block, head=6 * seq_length * cfg.hidden_size * sizes.vocab_size)
+
+
 def _mlp_matrices(cfg: ModelConfig) -> int:
     return 3 if cfg.activation == "swiglu" else 2
 

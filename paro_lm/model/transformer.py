@@ -239,12 +239,13 @@ class Transformer(nn.Module):
         """Units in the order of the forward. A tied matrix is unit `embedding`, which the embedding and the output projection use."""
         units = []
         tied = self.cfg.tie_embeddings and self.has_head
-        users = ([self.embedding] if self.has_embedding else []) + ([self._tied_output()] if tied else [])
-        if users:
-            units.append(Unit(name="embedding", modules=tuple(users)))
+        if self.has_embedding:
+            units.append(Unit(name="embedding", modules=(self.embedding, *((self._tied_output(),) if tied else ()))))
         units += [Unit(name=f"layers.{i}", modules=(block,)) for i, block in self.layers.items()]
         if self.has_head:
             units.append(Unit(name="head", modules=(self.head,)))
+        if tied and not self.has_embedding:
+            units.append(Unit(name="embedding", modules=(self.embedding,)))
         return units
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:

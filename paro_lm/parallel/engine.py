@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from paro_lm.model.spec import ParameterSpec, Unit
 from paro_lm.parallel.buffer import FlatShard, Slot, flat_shard
@@ -33,7 +34,7 @@ from paro_lm.parallel.queue import make_queue
 from paro_lm.parallel.seams import Seams
 from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.unit_buffer import Dtypes, UnitBuffer
-from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, Stage, State, build_units
+from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, build_units
 
 MAX_PENDING_REDUCTIONS = 2
 """Units whose whole-sized gradients may wait for the network at a time; backward waits for older ones."""
@@ -156,7 +157,8 @@ class ShardingEngine:
         differentiable = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if differentiable:
             calls.hooked += 1
-            torch.autograd.graph.register_multi_grad_hook(differentiable, lambda grads: self._after_backward_call(unit, calls), mode="all")
+            # Kept to be removed: buffers that a pipeline receives into are inputs again in the next step.
+            calls.handles.append(_when_all_have_gradients(differentiable, lambda: self._after_backward_call(unit, calls)))
         else:
             calls.open += 1
 
@@ -298,7 +300,8 @@ class ShardingEngine:
         try:
             yield
             for unit in reversed(current.units):
-                unit.calls.pop(micro_batch, None)
+                if (calls := unit.calls.pop(micro_batch, None)) is not None:
+                    calls.remove_hooks()
                 self._reshard(unit)
                 unit.ready = True
             if current.cursor > 0:
@@ -307,6 +310,30 @@ class ShardingEngine:
             current.is_last_backward = None
             for unit in current.units:
                 unit.ready = False
+
+    @contextmanager
+    def input_pass(self, stage: int) -> Iterator[None]:
+        """Around the input half of a split backward (zero-bubble schedules): weights get their gradients in `weight_pass`."""
+        yield
+        for unit in self._stages[stage].units:
+            if unit.state is State.BACKWARD:
+                self._reshard(unit)
+
+    @contextmanager
+    def weight_pass(self, stage: int, micro_batch: int | None, *, last: bool) -> Iterator[None]:
+        """Around the weight half: parameters are whole again, and gradients are collected that autograd's hooks did not see."""
+        units = self._stages[stage].units
+        for unit in reversed(units):
+            self._unshard(unit)
+        with self.backward_pass(stage, micro_batch, last=last):
+            yield
+            for unit in reversed(units):
+                for buffer in unit.trainable:
+                    for slot in buffer.layout.slots:
+                        parameter = unit.parameters[slot.name]
+                        gradient, parameter.grad = parameter.grad, None
+                        if gradient is not None:
+                            self._take_gradient(unit, buffer, slot, gradient)
 
     def finish_gradients(self) -> None:
         """Wait until every gradient is complete, and agree over the data ranks on which parameters had one."""
@@ -418,6 +445,13 @@ class ShardingEngine:
 def _per_stage(units: Sequence[Unit] | Sequence[Sequence[Unit]]) -> list[list[Unit]]:
     flat = [unit for unit in units if isinstance(unit, Unit)]
     return [flat] if flat else [list(stage) for stage in units if not isinstance(stage, Unit)]
+
+
+def _when_all_have_gradients(tensors: Sequence[torch.Tensor], done: Callable[[], None]) -> RemovableHandle:
+    """Call `done` when the gradients of all these tensors are known."""
+    if len(tensors) == 1:  # works for leaves under autograd.grad too, which split backwards use
+        return tensors[0].register_hook(lambda grad: done())
+    return torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: done(), mode="all")
 
 
 def _refuse_skipped(units: Sequence[RuntimeUnit]) -> None:

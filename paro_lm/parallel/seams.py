@@ -22,7 +22,7 @@ from paro_lm.parallel.unit_buffer import UnitBuffer
 class Seams:
     """partial        names of parameters whose gradient is partial over tp
     shared         names of parameters that two stages hold, alone in buffers of their own
-    shared_group   the two ranks that hold them; None when this rank holds both copies, or none
+    shared_group   the two ranks that hold them; None when this rank holds none
     counts_shared  whether this rank's copy counts in the gradient norm (the first stage's does)
     record         told of every all-reduce: axis and bytes sent by this rank
     """
@@ -46,11 +46,6 @@ class Seams:
         copies = [buffer for buffer in buffers if any(slot.name in self.shared for slot in buffer.layout.slots)]
         if self.shared_group is not None:
             self._sum_parts([buffer.finished for buffer in copies if buffer.finished is not None], self.shared_group, "pp", 1.0)
-        elif len(copies) == 2:
-            first, second = (buffer.finished for buffer in copies)
-            assert first is not None
-            assert second is not None
-            second.copy_(first.add_(second))
 
     def counts(self, name: str) -> bool:
         """Whether this rank's copy of a parameter counts in the gradient norm."""

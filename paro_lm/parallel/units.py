@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paro_lm.model.spec import ParameterSpec, Unit
 from paro_lm.parallel.buffer import FlatLayout
@@ -29,6 +30,11 @@ class Calls:
 
     hooked: int = 0
     open: int = 0
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def __bool__(self) -> bool:
         return self.hooked + self.open > 0

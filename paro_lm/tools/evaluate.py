@@ -36,7 +36,10 @@ TOOL = Tool(
 
 def task(cfg: EvaluateConfig) -> int:
     """Print the loss in nats per token and the perplexity."""
+    import torch
+
     from paro_lm.data.dataset import TokenDataset
+    from paro_lm.data.loader import MicroBatch
     from paro_lm.data.prepare import prepare
     from paro_lm.distributed import pick_device
     from paro_lm.evaluate import evaluate
@@ -69,7 +72,12 @@ def task(cfg: EvaluateConfig) -> int:
         for prefix in prefixes
     ]
     mesh = ParallelMesh(shape=MeshShape(), rank=0, device=device)
-    loss = evaluate(restored.model, datasets, mesh, micro_batch_size=cfg.micro_batch_size, max_samples=cfg.max_samples)
+
+    @torch.no_grad()
+    def loss_of(batch: MicroBatch) -> torch.Tensor:
+        return restored.model(batch.tokens, labels=batch.labels, positions=batch.positions, documents=batch.documents)
+
+    loss = evaluate(loss_of, datasets, mesh, micro_batch_size=cfg.micro_batch_size, max_samples=cfg.max_samples)
     perplexity = math.exp(loss) if loss < 700 else math.inf
     print(f"{restored.checkpoint}: step {restored.meta['step']}, validation loss {loss:.6f}, perplexity {perplexity:.4f}")
     return 0

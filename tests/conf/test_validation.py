@@ -138,8 +138,8 @@ def test_what_is_refused_starts_with_its_key(key, changes):
 
 
 def test_independent_problems_are_all_listed():
-    cfg = Config(run_name="", steps=0, optim=OptimConfig(min_lr=1.0), parallel=ParallelConfig(sharding="XXX", pp=2))
-    assert len(validate(cfg, 1)) == 5
+    cfg = Config(run_name="", steps=0, optim=OptimConfig(min_lr=1.0), parallel=ParallelConfig(sharding="XXX"))
+    assert len(validate(cfg, 1)) == 4
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,6 @@ def test_names_of_strategies_are_those_of_the_engine():
 @pytest.mark.parametrize("entry", validation.NOT_SUPPORTED_YET, ids=lambda entry: entry[0])
 def test_what_is_not_supported_yet_is_refused_by_name(entry):
     changes = {
-        "parallel.pp": ParallelConfig(pp=2),
-        "parallel.tp": ParallelConfig(tp=2),
         "runtime.backend": RuntimeConfig(backend="fake", world_size=2),
     }
     group = entry[0].partition(".")[0]
