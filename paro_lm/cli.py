@@ -167,9 +167,11 @@ def _existing(folder: str | None) -> Path | None:
 def _groups_of(tool: Tool, folders: list[Path], overrides: Sequence[str] = ()) -> dict[str, set[str] | None]:
     """Choices of the tool's config groups; None, which leaves them to hydra, when the command line adds search paths of its own."""
     groups: dict[str, set[str]] = {}
+    sections = set(field_types(tool.schema))
+    is_run = issubclass(tool.schema, Config)  # then an experiment, which is no section, is a choice too
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
-            if tool.schema is not Config and path.parent.name not in field_types(tool.schema):
+            if not is_run and path.parent.name not in sections:
                 continue
             groups.setdefault(path.parent.name, set()).add(path.stem)
     if any(override.lstrip("+").startswith("hydra.searchpath") for override in overrides):
@@ -275,7 +277,7 @@ def _help(tool: Tool) -> str:
     examples = "\n".join(f"  {example}" for example in tool.examples)
     groups = "\n".join(f"  {name}: {', '.join(sorted(names or ()))}" for name, names in sorted(_groups_of(tool, [config_folder()]).items()))
     keys = "\n".join(f"  {name}: {item.metadata['doc']} ({_default_text(item)})" for name, _, item in leaves(tool.schema))
-    is_run = tool.schema is Config
+    is_run = issubclass(tool.schema, Config)
     return f"""{tool.name}: {tool.description}
 
 Usage: {tool.name} [flags] {"[group=choice ...] " if is_run else ""}[key=value ...]

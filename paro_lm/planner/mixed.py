@@ -19,21 +19,25 @@ from paro_lm.planner.search import Candidate, Evaluator
 from paro_lm.planner.timing import UnitWork
 
 GRID = 4000
+MIN_GAIN = 0.005
+"""A mixed plan is offered from this gain on: less is within what a prediction can tell."""
 ALLOWANCES = 12
 
 
-def best_mixed(evaluator: Evaluator, best: Candidate, budget: float) -> Candidate | None:
-    """The fastest mixed plan that fits the budget under the layout of the best uniform one; None when none is faster.
+def best_mixed(evaluators: Sequence[Evaluator], best: Candidate, budget: float) -> Candidate | None:
+    """The fastest mixed plan that fits the budget under one of these layouts; None when none is MIN_GAIN faster than `best`.
 
     Only without pipeline stages, whose units would each need a search of their own.
     """
-    if evaluator.layout.shape.pp > 1:
-        return None
     found: Candidate | None = None
-    for proposal in _proposals(evaluator, budget):
-        candidate = _evaluate(evaluator, proposal, best, budget)
-        if candidate.fits and candidate.time.total < (found or best).time.total * (1 - 1e-6):
-            found = candidate
+    limit = best.time.total / (1 + MIN_GAIN)
+    for evaluator in evaluators:
+        if evaluator.layout.shape.pp > 1:
+            continue
+        for proposal in _proposals(evaluator, budget):
+            candidate = _evaluate(evaluator, proposal, best, budget)
+            if candidate.fits and candidate.time.total < limit and candidate.unit_cells:
+                found, limit = candidate, candidate.time.total
     return found
 
 
@@ -137,6 +141,7 @@ def _evaluate(evaluator: Evaluator, cells: Sequence[Cell], best: Candidate, budg
     return replace(
         best,
         cell=default,
+        layout=evaluator.layout,
         memory=evaluator.memory(cells, units),
         budget=budget,
         time=evaluator.time(cells, work),

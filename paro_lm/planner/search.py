@@ -204,7 +204,10 @@ def plan(
     options = options or PlanOptions()
     cluster = cfg.cluster if local_world_size is None else replace(cfg.cluster, ranks_per_node=local_world_size)
     vocab, budget = vocab_of(cfg, vocab_size), memory_budget(cluster, options)
-    modes = [mode for mode in CHECKPOINTING if mode in (options.activation_checkpointing or CHECKPOINTING)]
+    wanted = options.activation_checkpointing or CHECKPOINTING
+    if unknown := set(wanted) - set(CHECKPOINTING):
+        raise ValueError(f"plan.activation_checkpointing={sorted(unknown)} is unknown; choose from {', '.join(CHECKPOINTING)}.")
+    modes = [mode for mode in CHECKPOINTING if mode in wanted]
     found = [
         _lightest_that_fits(evaluators, cell, budget)
         for evaluators in _layouts(cfg, cluster, world_size, vocab, options, modes, is_trainable)
@@ -223,8 +226,9 @@ def plan(
         return result
     from paro_lm.planner.mixed import best_mixed
 
-    evaluator = evaluator_of(result.cfg, result.best.layout, vocab, is_trainable)
-    return replace(result, mixed=best_mixed(evaluator, result.best, budget))
+    layouts = [replace(result.best.layout, checkpointing=mode) for mode in modes]
+    evaluators = [evaluator_of(result.cfg, layout, vocab, is_trainable) for layout in layouts]
+    return replace(result, mixed=best_mixed(evaluators, result.best, budget))
 
 
 def memory_budget(cluster: ClusterConfig, options: PlanOptions) -> float:
