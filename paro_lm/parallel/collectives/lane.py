@@ -79,25 +79,26 @@ class Pieces:
         middle = numel - 2 * sum(taper)
         if middle < piece:
             taper, middle = [], numel
-        sizes = [*taper, *[piece] * (middle // piece), middle % piece, *reversed(taper)]
-        self.bounds = list(itertools.accumulate((size for size in sizes if size), initial=0))
+        parts = -(-middle // piece)
+        sizes = [*taper, *(middle * (at + 1) // parts - middle * at // parts for at in range(parts)), *reversed(taper)]
+        self.bounds = list(itertools.accumulate(sizes, initial=0))
         self.count = len(self.bounds) - 1
 
     @classmethod
     def cut(cls, numel: int, itemsize: int, chunk_bytes: int | None, *, levels: int) -> Pieces:
         """Pieces of `chunk_bytes` where given, else by the size of the chunk.
 
-        With two levels of links a sixth of the chunk in whole pages, from 256 KiB to 2 MiB: small pieces shorten the filling and
-        draining of the pipeline, large ones save messages. A sixth was best or within noise of it for 16 and 64 MiB on emulated
-        nodes (2x2 and 2x4 ranks at 500 Mbit, with fast and with slow links inside the nodes). With one level there is nothing
-        to overlap but the additions: up to 4 MiB.
+        With two levels of links a third of the chunk, from 512 KiB to 2 MiB: small pieces shorten the filling and draining of
+        the pipeline, large ones save messages. That was best or within noise of it for 16 and 64 MiB on emulated nodes (2x2 and
+        2x4 ranks at 500 Mbit, with fast and with slow links inside the nodes). With one level there is nothing to overlap but
+        the additions: up to 4 MiB.
         """
         if chunk_bytes is not None:
             return cls(numel, max(1, chunk_bytes // itemsize), 1)
         size = 4 << 20
         if levels > 1:
-            size = min(max(-(-numel * itemsize // 6 // 4096) * 4096, 1 << 18), 2 << 20)
-        return cls(numel, size // itemsize, (1 << 16) // itemsize if levels > 1 else size)
+            size = min(max(-(-numel * itemsize // 3 // 4096) * 4096, 1 << 19), 2 << 20)
+        return cls(numel, size // itemsize, (1 << 17) // itemsize if levels > 1 else size)
 
     def of(self, chunk: torch.Tensor, index: int) -> torch.Tensor:
         return chunk[self.bounds[index] : self.bounds[index + 1]]
