@@ -1,0 +1,156 @@
+"""`paro-reproduce`: the paper's tables and figures, as Markdown, CSV and PNG, beside what its text publishes."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paro_lm.cli import EXIT_OK, Tool, hydra_entry
+from paro_lm.config import option
+from paro_lm.planner.paper import FITTED, ring_seconds
+from paro_lm.planner.reproduction import TABLES, ResultTable, reproduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Which tables, and where they go."""
+
+    tables: list[str] = option([], f"Of {', '.join(TABLES)}; empty = all.")
+    folder: str = option("outputs/reproduce", "Folder of reproduce.md, one CSV per table, and the figures.")
+
+
+TOOL = Tool(
+    name="paro-reproduce",
+    description="the paper's tables and figures from the cost model, beside the published figures; needs no cluster.",
+    examples=("paro-reproduce", "paro-reproduce tables=claims,scaling folder=outputs/claims"),
+    schema=ReproduceConfig,
+    config_name="reproduce",
+)
+
+
+def task(cfg: ReproduceConfig) -> int:
+    """Write everything and print the claims."""
+    tables = reproduce(cfg.tables)
+    folder = Path(cfg.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in tables:
+        with (folder / f"{table.name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([*table.header, "label"])
+            writer.writerows([*row, table.label] for row in table.rows)
+    figures = _figures({table.name: table for table in tables}, folder)
+    lines = ["# The paper's tables and figures", "", provenance(), ""]
+    for table in tables:
+        lines += markdown(table, figures.get(table.name))
+    (folder / "reproduce.md").write_text("\n".join(lines), encoding="utf-8")
+    for table in tables:
+        if table.name in ("claims", "guideline"):
+            print("\n".join(markdown(table, None)))
+    print(f"everything: {folder / 'reproduce.md'}")
+    return EXIT_OK
+
+
+def markdown(table: ResultTable, figure: str | None) -> list[str]:
+    """A section with the table, its label, notes and figure."""
+    lines = [f"## {table.title}", "", f"Figures are {table.label}; columns that say so are published.", ""]
+    lines += ["| " + " | ".join(table.header) + " |", "|" + "---|" * len(table.header)]
+    lines += ["| " + " | ".join(str(value) for value in row) + " |" for row in table.rows]
+    lines += ["", *table.notes, ""] if table.notes else [""]
+    return lines + ([f"![{table.title}]({figure})", ""] if figure else [])
+
+
+def provenance() -> str:
+    """Where the figures come from: device, backend, commit, seed, command, date."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
+        commit = found.stdout.strip() if found.returncode == 0 else "not a checkout"
+    except (OSError, subprocess.TimeoutExpired):
+        commit = "unknown"
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return (
+        f"device: none, backend: none (formulas only, Python {platform.python_version()}); commit: {commit}; seed of the fit: 0; "
+        f"command: `{command}`; {datetime.date.today().isoformat()}"
+    )
+
+
+def _figures(tables: dict[str, ResultTable], folder: Path) -> dict[str, str]:
+    drawn = {}
+    for name, draw in (("scaling", _draw_scaling), ("ring", _draw_ring), ("claims", _draw_claims), ("throughput", _draw_throughput)):
+        if name in tables:
+            draw(tables[name], folder / f"{name}.png")
+            drawn[name] = f"{name}.png"
+    return drawn
+
+
+def _draw_scaling(table: ResultTable, path: Path) -> None:
+    figure, axes = _figure()
+    ranks = [int(name) for name in table.header[1:5]]
+    for row in table.rows:
+        speeds = [float(str(value)) for value in row[1:5]]
+        axes.plot(ranks, [speed / speeds[0] for speed in speeds], marker="o", label=f"{row[0]} (modelled)")
+        axes.plot(
+            [ranks[-1]], [8 * float(str(row[6]))], marker="x", color=axes.lines[-1].get_color(), linestyle="", label=f"{row[0]} (published)"
+        )
+    axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", linestyle=":", label="perfect")
+    axes.set(xlabel="ranks", ylabel="speed-up over 16 ranks", title=table.title, xscale="log", yscale="log")
+    _save(figure, axes, path)
+
+
+def _draw_ring(table: ResultTable, path: Path) -> None:
+    figure, axes = _figure()
+    ranks = [int(str(row[0])) for row in table.rows]
+    for index, name in ((0, "ring"), (1, "HO-Ring")):
+        axes.plot(ranks, [1000 * ring_seconds(count, 1e9, FITTED)[index] for count in ranks], marker="o", label=f"{name} (modelled)")
+    axes.set(xlabel="ranks", ylabel="milliseconds", title=table.title, ylim=(0, None))
+    _save(figure, axes, path)
+
+
+def _draw_claims(table: ResultTable, path: Path) -> None:
+    figure, axes = _figure()
+    names = [str(row[0]) for row in table.rows]
+    at = range(len(names))
+    axes.bar([x - 0.2 for x in at], [float(str(row[3])) for row in table.rows], width=0.4, label="published")
+    axes.bar([x + 0.2 for x in at], [float(str(row[4])) for row in table.rows], width=0.4, label="modelled")
+    axes.axhline(1, color="0.5", linewidth=0.8)
+    axes.set_xticks(list(at), names, rotation=45, ha="right")
+    axes.set(ylabel="ratio", title=table.title)
+    _save(figure, axes, path)
+
+
+def _draw_throughput(table: ResultTable, path: Path) -> None:
+    figure, axes = _figure()
+    for setting in dict.fromkeys(str(row[0]) for row in table.rows):
+        points = [(float(str(row[4])), float(str(row[2])), str(row[1])) for row in table.rows if str(row[0]) == setting and row[3]]
+        axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], label=setting)
+        for x, y, name in points:
+            axes.annotate(name.partition(" (")[0], (x, y), fontsize=6, xytext=(2, 2), textcoords="offset points")
+    axes.set(xlabel="GB of states per rank", ylabel="samples per second", title=f"{table.title} (modelled)", xscale="log", yscale="log")
+    _save(figure, axes, path)
+
+
+def _figure():  # type: ignore[no-untyped-def]
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _save(figure, axes, path: Path) -> None:  # type: ignore[no-untyped-def]
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    hydra_entry(task, TOOL, argv)
+
+
+if __name__ == "__main__":
+    main()
