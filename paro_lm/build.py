@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paro_lm.config import Config, PrecisionConfig
+from paro_lm.finetune import check_patterns, prepare_model
 from paro_lm.model.flops import layer_costs
 from paro_lm.model.spec import ParameterSpec, initial_value
 from paro_lm.model.transformer import Transformer
@@ -52,7 +53,10 @@ class ModelPart:
 
 
 def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: ByteLedger) -> ModelPart:
-    """This rank's part of the model on the meta device, in the parameter dtype, with checkpointing and compilation applied."""
+    """This rank's part of the model on the meta device, in the parameter dtype, with adapters, freezing, checkpointing and compilation
+    applied.
+    """
+    check_patterns(cfg.finetune, cfg.model, vocab_size=vocab_size)
     tensor = None
     if mesh.size("tp") > 1:
         tensor = TensorParallel(
@@ -78,6 +82,7 @@ def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: Byt
                 has_head=stage == count - 1,
             )
         chunk = chunk.to(DTYPES[cfg.precision.param_dtype])
+        prepare_model(chunk, cfg.finetune)
         apply_activation_checkpointing(chunk, cfg.parallel.activation_checkpointing)
         if cfg.runtime.compile:
             apply_compile(chunk)

@@ -53,6 +53,9 @@ class ModelConfig:
     """One decoder-only transformer; the values choose Llama, GPT-2 and their relatives."""
 
     name: str = option("tiny", "Name of the preset, for logs only.")
+    init_from: str | None = option(
+        None, "Hugging Face folder, or hf://owner/name: options and first weights are those of this model (choose it with model=hf)."
+    )
     vocab_size: int | None = option(None, "Rows of the vocabulary; null takes the tokenizer's.", least=1)
     vocab_divisor: int = option(128, "The embedding is padded to a multiple of this; independent of tp, which must divide it.", least=1)
     hidden_size: int = option(256, "Width of the residual stream.", least=1)
@@ -91,7 +94,22 @@ class DataConfig:
     valid_fraction: float = option(0.02, "Held-out share of the documents when `valid` is empty.", least=0)
     tokenizer: str | None = option(None, "HF directory or tokenizer.json, sentencepiece .model, or `bytes`; null trains one on the text.")
     vocab_size: int = option(4096, "Size of a tokenizer that is trained here.", least=1)
+    format: str = option(
+        "text",
+        "What rows hold: text; messages (a chat, put into text by the tokenizer's template, loss on what the assistant says); "
+        "completion (a prompt and its completion, loss on the completion).",
+        choices="text | messages | completion",
+    )
     text_key: str = option("text", "Field of jsonl and parquet rows that holds the text.")
+    messages_key: str = option("messages", "format=messages: field that holds a list of {role, content}.")
+    prompt_key: str = option("prompt", "format=completion: field of the prompt.")
+    completion_key: str = option("completion", "format=completion: field of the completion.")
+    packing: str = option(
+        "stream",
+        "How samples are cut: stream = windows over all documents one after the other; documents = whole documents packed into each "
+        "sample, longer ones truncated.",
+        choices="stream | documents",
+    )
     append_eod: bool = option(True, "Append the end-of-document token to every document.")
     document_mask: bool = option(False, "Attention and positions restart at every document; tokens that cross documents carry no loss.")
     cache_dir: str = option("data_cache", "Folder of prepared tokens and index caches.")
@@ -172,6 +190,20 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Which parameters are trained; with nothing set all of them. Frozen ones cost their parameters only, no gradients or states."""
+
+    trainable: list[str] = option([], "Train only parameters whose name matches one of these patterns (fnmatch), such as layers.3.*.")
+    last_blocks: int | None = option(None, "Train only the last k blocks.", least=1)
+    lora_rank: int = option(0, "Rank of LoRA adapters, which alone are trained; 0 = none.", least=0)
+    lora_alpha: float = option(16.0, "LoRA: adapters are scaled by alpha / rank.", above=0)
+    lora_dropout: float = option(0.0, "LoRA: dropout in front of the adapters.", least=0)
+    lora_targets: list[str] = option(
+        ["q", "k", "v", "o"], "LoRA: linears of the blocks that get an adapter, of q, k, v, o, gate, up, down."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Validation while training."""
 
@@ -187,6 +219,9 @@ class CheckpointConfig:
     keep_last: int = option(2, "Complete checkpoints that are kept; 0 = all.", least=0)
     resume: str = option("auto", "auto (continue this run if it exists), never, or the path of a run or checkpoint folder.")
     async_save: bool = option(False, "Write in the background from a copy.")
+    keep_best: str = option(
+        "none", "Also keep, in the run's folder `best`, the checkpoint with the lowest validation loss.", choices="none | val_loss"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +286,7 @@ class Config:
     output_dir: str = option("outputs", "Parent of run folders.")
     seed: int = option(1234, "Initial weights, data order and dropout follow from it.", least=0)
     steps: int = option(100, "Optimizer steps (attempts) of the run.", least=1)
+    epochs: float | None = option(None, "Passes over the training data; `steps` then follows from it.", above=0)
     seq_length: int = option(256, "Tokens per sample.", least=1)
     global_batch_size: int = option(16, "Samples per step over all ranks.", least=1)
     micro_batch_size: int = option(4, "Samples per forward of one data rank.", least=1)
@@ -260,6 +296,7 @@ class Config:
     precision: PrecisionConfig = option(PrecisionConfig(), "Group: data types.")
     parallel: ParallelConfig = option(ParallelConfig(), "Group: parallelism.")
     optim: OptimConfig = option(OptimConfig(), "Group: optimizer and schedule.")
+    finetune: FinetuneConfig = option(FinetuneConfig(), "Group: which parameters are trained.")
     eval: EvalConfig = option(EvalConfig(), "Group: validation.")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "Group: checkpoints.")
     logging: LoggingConfig = option(LoggingConfig(), "Group: metrics.")

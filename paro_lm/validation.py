@@ -7,11 +7,12 @@ that starts with the full key and says what is wrong, what was given, and what w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from paro_lm.config import SHARDING_NAMES, Config, leaves
+from paro_lm.config import SHARDING_NAMES, Config, FinetuneConfig, leaves
+from paro_lm.model.trainable import LORA_TARGETS, trains_all
 from paro_lm.model.validate import check_model
 from paro_lm.optim.schedule import ramp_problems
 from paro_lm.parallel.sharding import ALIASES, Cell
@@ -23,11 +24,23 @@ NOT_SUPPORTED_YET: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 )
 
 
-def validate(cfg: Config, world_size: int, local_world_size: int | None = None) -> list[str]:
-    """All problems of a config that is to run on `world_size` ranks, `local_world_size` of them per node; empty = it is right."""
+Check = Callable[[Config], Iterable[str]]
+
+
+def validate(cfg: Config, world_size: int, local_world_size: int | None = None, *, complete: bool = True) -> list[str]:
+    """All problems of a config that is to run on `world_size` ranks, `local_world_size` of them per node; empty = it is right.
+
+    complete    whether the options that the folder `model.init_from` and the data decide are filled in; without them what depends
+                on them is not checked
+    """
     problems = check_fields(cfg)
-    dividing = () if problems else (_lengths, _model, _world(world_size, local_world_size or world_size))
-    for check in (_names, _data, _precision, _optimizer, _logging, _sharding, *dividing, _unsupported):
+    has_model, has_steps = complete or cfg.model.init_from is None, complete or cfg.epochs is None
+    dividing: list[Check] = [] if problems else [_lengths, _world(world_size, local_world_size or world_size)]
+    if not problems and has_model:
+        dividing += [_model, _finetuned_model, _pipeline_of(world_size)]
+    of_steps: list[Check] = [_schedule, _logging] if has_steps else []
+    of_tokenizer: list[Check] = [_tokenizer] if has_model else []
+    for check in (_names, _data, *of_tokenizer, _precision, _optimizer, *of_steps, _sharding, _finetune, *dividing, _unsupported):
         problems.extend(check(cfg))
     return problems
 
@@ -88,6 +101,57 @@ def _data(cfg: Config) -> Iterator[str]:
     if cfg.eval.every and not data.valid and data.valid_fraction == 0:
         yield "eval.every: there is nothing to validate on with data.valid_fraction=0 and no data.valid; set one of them, or eval.every=0"
 
+    if data.packing == "documents" and not data.document_mask:
+        yield "data.packing: documents in one sample must not see each other, got data.document_mask=false; set it to true"
+    if data.format != "text" and not data.train:
+        yield f"data.train: data.format={data.format} needs files, the default text has no such rows; set data.train='my/*.jsonl'"
+    if cfg.epochs is not None and cfg.batch_ramp.start:
+        yield f"epochs: not supported with a batch ramp (batch_ramp.start={cfg.batch_ramp.start}); set steps instead"
+    if cfg.checkpoint.keep_best != "none" and not cfg.eval.every:
+        yield f"checkpoint.keep_best: {cfg.checkpoint.keep_best} needs validations, got eval.every=0; set eval.every"
+
+
+def _tokenizer(cfg: Config) -> Iterator[str]:
+    if cfg.data.format == "messages" and cfg.data.tokenizer in (None, "bytes"):
+        yield (
+            f"data.tokenizer: data.format=messages needs a tokenizer with a chat template, got {cfg.data.tokenizer}; "
+            "set it to a Hugging Face folder"
+        )
+    if cfg.data.format == "completion" and cfg.data.tokenizer is None:
+        yield "data.tokenizer: none is trained on data.format=completion; set it to a tokenizer, or to bytes"
+
+
+def _finetune(cfg: Config) -> Iterator[str]:
+    tune, default = cfg.finetune, FinetuneConfig()
+    if cfg.model.name == "hf" and cfg.model.init_from is None:
+        yield "model.init_from: model=hf needs a Hugging Face folder or hf://owner/name, got null"
+    chosen = {"trainable": tune.trainable, "last_blocks": tune.last_blocks, "lora_rank": tune.lora_rank}
+    several = [f"finetune.{name}={value}" for name, value in chosen.items() if value]
+    if len(several) > 1:
+        yield f"finetune: {' and '.join(several)} each say what is trained; give one of them"
+    if not tune.lora_rank:
+        idle = [name for name in ("lora_alpha", "lora_dropout", "lora_targets") if getattr(tune, name) != getattr(default, name)]
+        if idle:
+            yield f"finetune.{idle[0]}: has no effect with finetune.lora_rank=0, got {getattr(tune, idle[0])}; set finetune.lora_rank"
+    unknown = [target for target in tune.lora_targets if target not in LORA_TARGETS]
+    if unknown or not tune.lora_targets:
+        yield f"finetune.lora_targets: must be some of {', '.join(LORA_TARGETS)}, got {', '.join(unknown) or 'none'}"
+    if tune.lora_dropout >= 1:
+        yield f"finetune.lora_dropout: must be below 1, got {tune.lora_dropout}"
+    if cfg.parallel.pp > 1 and cfg.parallel.schedule in ZERO_BUBBLE and not trains_all(tune):
+        yield (
+            f"parallel.schedule: {cfg.parallel.schedule} splits the backward of weights, which is not supported with frozen parameters "
+            "(finetune); use 1f1b or interleaved_1f1b"
+        )
+
+
+def _finetuned_model(cfg: Config) -> Iterator[str]:
+    tune = cfg.finetune
+    if tune.last_blocks is not None and tune.last_blocks > cfg.model.num_layers:
+        yield f"finetune.last_blocks: the model has model.num_layers={cfg.model.num_layers} blocks, got {tune.last_blocks}"
+    if tune.lora_rank and "gate" in tune.lora_targets and cfg.model.activation != "swiglu":
+        yield f"finetune.lora_targets: the MLP of model.activation={cfg.model.activation} has no gate; leave it out"
+
 
 def _precision(cfg: Config) -> Iterator[str]:
     types = cfg.precision
@@ -115,6 +179,10 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if getattr(optim, name) >= 1:
             yield f"optim.{name}: must be below 1, got {getattr(optim, name)}"
+
+
+def _schedule(cfg: Config) -> Iterator[str]:
+    optim = cfg.optim
     if optim.warmup_steps > cfg.steps:
         yield f"optim.warmup_steps: {optim.warmup_steps} steps of warm-up do not fit into steps={cfg.steps}"
     elif optim.schedule == "wsd" and optim.warmup_steps + (optim.decay_steps or 0) > cfg.steps:
@@ -174,7 +242,11 @@ def _mesh(cfg: Config, world_size: int) -> Iterator[str]:
             f"(world {world_size} / pp {pp} / tp {tp}); use one of {valid}"
         )
     yield from _batches(cfg, dp)
-    yield from _pipeline(cfg, dp)
+
+
+def _pipeline_of(world_size: int) -> Check:
+    """The checks of stages against the model, for meshes that are possible at all."""
+    return lambda cfg: () if world_size % (ranks := cfg.parallel.pp * cfg.parallel.tp) else _pipeline(cfg, world_size // ranks)
 
 
 def _pipeline(cfg: Config, dp: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "paro_lm"
 ALLOWED = {
     "config": set(),
     "overrides": set(),
-    "validation": {"model.validate", "optim.schedule", "parallel.sharding", "parallel.stages"},
+    "validation": {"model.validate", "model.trainable", "optim.schedule", "parallel.sharding", "parallel.stages"},
     "cli": {"overrides", "validation", "logs"},
     "train": {"cli", "trainer", "validation"},
     "distributed": set(),
@@ -29,7 +29,7 @@ ALLOWED = {
     "parallel": {"distributed", "parallel", "model.spec"},
     "model": {"parallel.tensor"},
     "data": {"data"},
-    "planner": {"planner", "parallel.axes", "parallel.sharding", "parallel.cost", "parallel.stages", "model.sizes", "model.flops"},
+    "planner": {"planner", "model.trainable", "parallel.axes", "parallel.sharding", "parallel.cost", "parallel.stages", "model.sizes", "model.flops"},
     "metrics": {"parallel.cost", "trackers", "console", "model.flops"},
     "trackers": set(),
     "console": set(),

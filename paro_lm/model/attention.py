@@ -75,7 +75,7 @@ class Attention(nn.Module):
         """x [b, s, h] (the own sequence shard under sequence parallelism) -> the same shape."""
         x = enter_region(x, self.tensor)
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        q, k, v = (projection(x, dropout).view(heads) for projection in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         output = self.attend(q, k, v, mask, dropout)
-        return self.o(output.transpose(1, 2).flatten(2))
+        return self.o(output.transpose(1, 2).flatten(2), dropout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: DropoutState | None) -> Tensor:
         """[b, heads, s, d] each; without a mask causal, where a single query sees everything."""
@@ -94,7 +94,7 @@ class Attention(nn.Module):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
         causal = mask is None and q.shape[2] > 1
-        if dropout is None:
+        if dropout is None or dropout.probability == 0.0:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self._attend_with_dropout(q, k, v, mask, causal, grouped, dropout)
 

@@ -20,16 +20,17 @@ def dropout_seed(seed: int, *, step: int, micro_batch: int, data_rank: int) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutState:
-    """The dropout of one forward: probability and seed. None instead of it means no dropout."""
+    """The dropout of one forward: probability (`adapters`: in front of LoRA's) and seed. None instead of it means no dropout."""
 
     probability: float
     seed: int
+    adapters: float = 0.0
 
 
 @torch.compiler.disable
 def dropout(x: Tensor, state: DropoutState | None, region: str, tensor: TensorParallel | None) -> Tensor:
     """Dropout on the residual stream; over tp the masks are equal where `x` is replicated and differ over sequence shards."""
-    if state is None:
+    if state is None or state.probability == 0.0:
         return x
     shard = tensor.rank if tensor is not None and tensor.sequence_parallel else 0
     generator = torch.Generator(x.device).manual_seed(derive_seed(state.seed, region, shard))

@@ -82,11 +82,13 @@ class MLP(nn.Module):
         self.up = projection()
         self.down = RowParallelLinear(sizes.ffn_size, cfg.hidden_size, bias=cfg.mlp_bias, std=sizes.output_std, tensor=tensor)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, state: DropoutState | None = None) -> Tensor:
         x = enter_region(x, self.tensor)
         if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+            inner = F.silu(self.gate(x, state)) * self.up(x, state)
+        else:
+            inner = F.gelu(self.up(x, state), approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(inner, state)
 
 
 class Block(nn.Module):
@@ -113,7 +115,7 @@ class Block(nn.Module):
         if state is not None:
             branch = dropout(branch, state, f"layers.{self.layer}.attention_residual", self.tensor)
         hidden = hidden + branch
-        branch = self.mlp(self.mlp_norm(hidden))
+        branch = self.mlp(self.mlp_norm(hidden), state)
         if state is not None:
             branch = dropout(branch, state, f"layers.{self.layer}.mlp_residual", self.tensor)
         return hidden + branch
@@ -180,6 +182,7 @@ class Transformer(nn.Module):
         self.has_embedding, self.has_head = has_embedding, has_head
         self.rope = Rope(self.sizes.head_dim, cfg.rope_theta, cfg.rope_scaling) if cfg.positions == "rope" else None
         self._dropout_seed: int | None = None
+        self.adapter_dropout = 0.0
 
         tied = cfg.tie_embeddings and has_head
         if has_embedding:
@@ -275,10 +278,10 @@ class Transformer(nn.Module):
         self._dropout_seed = seed
 
     def _dropout_state(self) -> DropoutState | None:
-        if not self.training or self.cfg.dropout == 0.0:
+        if not self.training or self.cfg.dropout == self.adapter_dropout == 0.0:
             return None
         seed = int(torch.randint(1 << 62, ())) if self._dropout_seed is None else self._dropout_seed
-        return DropoutState(probability=self.cfg.dropout, seed=seed)
+        return DropoutState(probability=self.cfg.dropout, seed=seed, adapters=self.adapter_dropout)
 
 
 def _token_table(cfg: ModelConfig, sizes: ModelSizes, tensor: TensorParallel | None) -> VocabParallelEmbedding:

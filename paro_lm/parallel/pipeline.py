@@ -72,7 +72,10 @@ class _StageModule(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         assert self.forward_fn is not None
-        return self.forward_fn(self.chunk, None if self.is_first else inputs, self.micro_batch)
+        output = self.forward_fn(self.chunk, None if self.is_first else inputs, self.micro_batch)
+        if torch.is_grad_enabled() and not output.requires_grad:  # a stage that is wholly frozen still takes part in the backward
+            return output.detach().requires_grad_()
+        return output
 
 
 class _EngineStage(PipelineStage):

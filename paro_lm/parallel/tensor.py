@@ -194,6 +194,8 @@ class ColumnParallelLinear(SpecifiedModule):
     and computes the one block it needs: gradients are partial over tp.
     """
 
+    lora: nn.Module | None  # an adapter of the same input and output slices, called as lora(x, dropout)
+
     def __init__(
         self,
         in_features: int,
@@ -220,11 +222,15 @@ class ColumnParallelLinear(SpecifiedModule):
         local = out_features if self.rows is not None else out_features // size
         self.weight = nn.Parameter(torch.empty(local, in_features))
         self.bias = nn.Parameter(torch.empty(local)) if bias else None
+        self.register_module("lora", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dropout: Any = None) -> Tensor:
+        """`dropout` is for the adapter, where there is one."""
         if self.rows is None:
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+        return y if self.lora is None else y + self.lora(x, dropout)
 
     def specs(self) -> dict[str, ParameterSpec]:
         shared: dict[str, Any] = {"partial_axes": TP_AXES, "replicated_axes": TP_AXES} if self.rows is not None else {}
@@ -238,6 +244,8 @@ class ColumnParallelLinear(SpecifiedModule):
 class RowParallelLinear(SpecifiedModule):
     """y = sum over ranks of x W^T, plus b, with the columns of W (input features) sliced over ranks; leaves the region."""
 
+    lora: nn.Module | None  # its output is a partial sum too
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.shape, self.std, self.tensor = (out_features, in_features), std, tensor
@@ -246,11 +254,16 @@ class RowParallelLinear(SpecifiedModule):
             raise ValueError(f"{in_features} input features cannot be sliced over tp={size} ranks; change parallel.tp")
         self.weight = nn.Parameter(torch.empty(out_features, in_features // size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.register_module("lora", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dropout: Any = None) -> Tensor:
+        """`dropout` is for the adapter, where there is one."""
+        y = F.linear(x, self.weight, self.bias if self.tensor is None else None)
+        if self.lora is not None:
+            y = y + self.lora(x, dropout)
         if self.tensor is None:
-            return F.linear(x, self.weight, self.bias)
-        y = leave_region(F.linear(x, self.weight), self.tensor)
+            return y
+        y = leave_region(y, self.tensor)
         return y if self.bias is None else y + self.bias
 
     def specs(self) -> dict[str, ParameterSpec]:

@@ -20,9 +20,13 @@ def test_composes_and_validates(path):
     overrides = [f"{path.parent.name}={path.stem}"]
     if path.parent.name == "optim":
         overrides.append("steps=10000")
+    if path.parent.name == "model" and path.stem == "hf":
+        overrides.append("model.init_from=some/folder")
+    if path.parent.name == "data" and path.stem in ("chat", "instructions"):
+        overrides += ["data.train=rows.jsonl", "data.tokenizer=some/folder"]
     ranks = RANKS.get(path.stem, 1) if path.parent.name == "experiment" else 1
     cfg = load(overrides)
-    assert validate(cfg, ranks) == []
+    assert validate(cfg, ranks, complete=cfg.model.init_from is None) == []
 
 
 def test_every_group_file_sets_something_of_its_group():
