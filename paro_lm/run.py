@@ -16,6 +16,9 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 """Options that a resume may change without being asked: they do not alter what the same steps compute."""
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", ".cache")
+"""Files of a Hugging Face folder that are no part of its tokenizer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -51,7 +54,7 @@ class Run:
             temporary.replace(self.config_path)
             if tokenizer is not None and not self.tokenizer.exists():
                 if tokenizer.is_dir():
-                    shutil.copytree(tokenizer, self.tokenizer)
+                    shutil.copytree(tokenizer, self.tokenizer, ignore=shutil.ignore_patterns(*WEIGHTS))
                 else:
                     self.tokenizer.mkdir()
                     shutil.copy(tokenizer, self.tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from paro_lm.model.hf.tokenizer import copy_tokenizer, token_ids, write_bytes_to
 from paro_lm.model.sizes import ModelSizes
 from paro_lm.model.transformer import Transformer
 from paro_lm.restore import restore
+from paro_lm.run import Run
 from paro_lm.tools import evaluate, export, generate
 from tests.model.hf_models import make_model, stored
 
@@ -223,22 +225,50 @@ def test_stop_tokens_of_a_chat_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
 
 
+def test_tokenizer_whose_class_follows_from_the_model(tmp_path: Path) -> None:
+    """As GPT-2 lies on the hub: vocab.json, merges.txt and a config that names no class of tokenizer."""
+    train_tokenizer(iter(["some words of text"] * 3), tmp_path / "plain", vocab_size=280)
+    plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    hf = tmp_path / "hf"
+    make_model("gpt2", vocab_size=len(plain), bos_token_id=0, eos_token_id=0).save_pretrained(hf)
+    plain.backend_tokenizer.model.save(str(hf))
+    (hf / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    text = "some words of text<|endoftext|>some"
+    expected = AutoTokenizer.from_pretrained(hf).encode(text)
+    assert expected == plain.encode(text)
+    assert call(export.main, f"run={hf}", f"to={tmp_path / 'out'}") == 0
+    run = make_run(tmp_path / "run", SMALL, vocab_size=len(plain), tokenizer="anywhere")  # a Llama with this tokenizer
+    Run(folder=run, checkpoint=None, finished=False).create(Config(), hf)
+    assert not list((run / "tokenizer").glob("*.safetensors"))
+    assert call(export.main, f"run={run}", f"to={tmp_path / 'llama'}") == 0
+    for out in ("out", "llama"):
+        assert AutoTokenizer.from_pretrained(tmp_path / out).encode(text) == expected
+        assert json.loads((tmp_path / out / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
 def test_tokenizers_that_are_one_file(tmp_path: Path) -> None:
     import sentencepiece
 
     train_tokenizer(iter(["some words of text"] * 3), tmp_path / "plain", vocab_size=280)
-    (tmp_path / "json").mkdir()
-    copy_tokenizer(tmp_path / "plain" / "tokenizer.json", tmp_path / "json")
-    assert AutoTokenizer.from_pretrained(tmp_path / "json").encode(TEXT) == AutoTokenizer.from_pretrained(tmp_path / "plain").encode(TEXT)
-    assert token_ids(tmp_path / "json").stop == (0,)
+    plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    for path in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "plain" / path).unlink(missing_ok=True)
+    for name, source in (("json", tmp_path / "plain" / "tokenizer.json"), ("json_folder", tmp_path / "plain")):
+        (tmp_path / name).mkdir()
+        copy_tokenizer(source, tmp_path / name)
+        assert AutoTokenizer.from_pretrained(tmp_path / name).encode(TEXT) == plain.encode(TEXT)
+        assert token_ids(tmp_path / name).stop == (0,)
 
     (tmp_path / "corpus.txt").write_text("some words of text and other words\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "pieces"), vocab_size=40, model_type="bpe", minloglevel=2
     )
-    (tmp_path / "model").mkdir()
-    copy_tokenizer(tmp_path / "pieces.model", tmp_path / "model")
     own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
     text = "other words of some text"
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode(text, add_special_tokens=False) == own.encode(text)
-    assert token_ids(tmp_path / "model").stop == (2,)
+    (tmp_path / "folder").mkdir()
+    shutil.copyfile(tmp_path / "pieces.model", tmp_path / "folder" / "tokenizer.model")
+    for name, source in (("model", tmp_path / "pieces.model"), ("model_folder", tmp_path / "folder")):
+        (tmp_path / name).mkdir()
+        copy_tokenizer(source, tmp_path / name)
+        assert AutoTokenizer.from_pretrained(tmp_path / name).encode(text, add_special_tokens=False) == own.encode(text)
+        assert token_ids(tmp_path / name).stop == (2,)

@@ -94,6 +94,7 @@ def write_model(
         read = weights.read([ours for name in names for ours in sources[name]])
         tensors = {name: _assemble(family, sources[name], specs, read).to(planned[name].dtype) for name in names}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # safetensors lets only the owner read
     if split.is_sharded:
         write_json(folder / "model.safetensors.index.json", {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 

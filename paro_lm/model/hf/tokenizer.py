@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paro_lm.model.hf.config import read_json
+
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "chat_template.jinja", "chat_template.json",
@@ -35,24 +37,47 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what belongs to a tokenizer (a folder, a tokenizer.json or a sentencepiece model) so that transformers loads it."""
-    files = [path for path in source.iterdir() if path.name in FILES or path.suffix == ".model"] if source.is_dir() else [source]
-    names = {path.name for path in files}
-    for path in files:
-        only_model = path.suffix == ".model" and not names & {"tokenizer.json", "tokenizer_config.json"}
-        shutil.copyfile(path, target / ("tokenizer.model" if only_model else path.name))
-    if (target / "tokenizer_config.json").exists():
-        return
+    """Write the files of a tokenizer (a folder, a tokenizer.json or a sentencepiece model) so that transformers loads it from
+    `target`, whatever model lies there. Files that say themselves which class they are for are copied as they are.
+
+    Raises ValueError when transformers cannot load the source.
+    """
+    if source.is_dir():
+        files = [path for path in source.iterdir() if path.name in FILES or path.suffix == ".model"]
+        if _names_class(source):
+            for path in files:
+                shutil.copyfile(path, target / path.name)
+            return
+        if len(files) != 1 or (source / "config.json").exists():  # the class follows from the model that the folder is of
+            _load(source).save_pretrained(str(target))
+            return
+        source = files[0]
     from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-    if (target / "tokenizer.json").exists():  # its special tokens have no roles yet
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"))
-        end = next((name for name in (END_OF_TEXT, "</s>", "<eos>") if name in tokenizer.get_vocab()), None)
-        if end is not None:
-            tokenizer.eos_token = end
-        tokenizer.save_pretrained(str(target))
-    elif (target / "tokenizer.model").exists():
-        LlamaTokenizer.from_pretrained(str(target)).save_pretrained(str(target))
+    try:
+        if source.suffix == ".json":  # its special tokens have no roles yet
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source))
+            tokenizer.eos_token = next((name for name in (END_OF_TEXT, "</s>", "<eos>") if name in tokenizer.get_vocab()), None)
+        else:
+            shutil.copyfile(source, target / "tokenizer.model")
+            tokenizer = LlamaTokenizer.from_pretrained(str(target))
+    except Exception as error:
+        raise ValueError(f"{source}: transformers cannot load this tokenizer ({error}).") from error
+    tokenizer.save_pretrained(str(target))
+
+
+def _names_class(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and "tokenizer_class" in read_json(path)
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{folder}: transformers cannot load its tokenizer ({error}).") from error
 
 
 def write_bytes_tokenizer(target: Path) -> None:
@@ -76,12 +101,7 @@ def _bytes_vocabulary() -> dict[str, int]:
 
 def token_ids(folder: Path) -> TokenIds:
     """The special ids of the tokenizer in a folder. Raises ValueError when transformers cannot load it."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:
-        raise ValueError(f"{folder}: its tokenizer does not load ({error}).") from error
+    tokenizer = _load(folder)
     vocabulary = tokenizer.get_vocab()
     stop = [tokenizer.eos_token_id, vocabulary.get(END_OF_TEXT), _end_of_turn(tokenizer)]
     return TokenIds(
