@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,27 @@ def test_pipeline_stages_are_filled_with_their_own_layers(name: str, tmp_path: P
         part.load_state_dict({key: checkpoint.value_of(key, specs[key]) for key in specs})
         hidden = part(hidden)
     torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_windows_of_attention_with_documents_and_batches(tmp_path: Path) -> None:
+    """A document in a row of several, or a prompt in a batch of unequal ones, sees what it sees alone: the last 7 tokens."""
+    theirs = save_model("mistral_window", tmp_path)
+    model = restore(tmp_path, device=CPU).model
+    first, second = tokens(9)[:1], tokens(23)[1:]
+    row = torch.cat([first, second], dim=1)
+    documents = torch.tensor([[0] * 9 + [1] * 23])
+    positions = torch.cat([torch.arange(9), torch.arange(23)])[None]
+    together = model(row, documents=documents, positions=positions)
+    for part, logits in ((first, together[:, :9]), (second, together[:, 9:])):
+        torch.testing.assert_close(logits, theirs(part).logits, atol=TOLERANCE, rtol=TOLERANCE)
+    assert model.cfg.sliding_window == 7
+    without_window = Transformer(replace(model.cfg, sliding_window=None), vocab_size=VOCAB)
+    without_window.load_state_dict(model.state_dict())
+    assert (without_window.eval()(second) - theirs(second).logits).abs().max() > 0.01  # the window matters
+    prompts = [first[0].tolist(), second[0].tolist()]
+    alone = [theirs.generate(torch.tensor([p]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)[0] for p in prompts]
+    assert generate(model, prompts, max_new_tokens=10) == [row.tolist() for row in alone]
 
 
 @pytest.mark.parametrize("name", ["llama_tied_head_dim", "gpt2"])

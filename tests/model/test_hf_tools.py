@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.torch
@@ -204,6 +205,25 @@ def test_bad_folders_end_the_tools_with_exit_code_2(hf_folder: Path, tmp_path: P
     weights.unlink()
     check("has no weights")
     assert not (tmp_path / "out").exists()
+
+
+def test_pickles_are_converted_once(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = stored(hf_folder)
+    torch.save(given, hf_folder / "pytorch_model.bin")
+    (hf_folder / "model.safetensors").unlink()
+    assert call(generate.main, f"run={hf_folder}", "prompt=x") == 2
+    assert f"paro-export run={hf_folder} to=<new folder> allow_pickle=true" in capsys.readouterr().err
+    assert call(export.main, f"run={hf_folder}", f"to={tmp_path / 'new'}", "allow_pickle=true", "verify=true") == 0
+    written = stored(tmp_path / "new")
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], given[name]) for name in given)
+    assert call(generate.main, f"run={tmp_path / 'new'}", "prompt=x", "max_new_tokens=2", "device=cpu") == 0
+
+
+def test_hub_that_cannot_be_reached(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert call(generate.main, "run=hf://owner/name-that-nobody-has", "prompt=x") == 2
+    assert "hf://owner/name-that-nobody-has is not in the local cache and the hub cannot be reached" in capsys.readouterr().err
 
 
 def test_stop_tokens_of_a_chat_model(tmp_path: Path) -> None:
