@@ -27,12 +27,14 @@ from paro_lm.metrics import MetricsLogger, StepRecord, Throughput, memory_gb, pe
 from paro_lm.model.dropout import dropout_seed
 from paro_lm.model.flops import count_parameters, model_flops
 from paro_lm.model.transformer import Transformer
-from paro_lm.optim.clip import clip_coefficient, grad_norm, scale_gradients
+from paro_lm.optim.clip import clip_coefficient, grad_norm
 from paro_lm.optim.optimizer import AdamW
 from paro_lm.optim.scaler import LossScaler, SkipCounter
 from paro_lm.optim.schedule import batch_size_at, learning_rate, total_samples
 from paro_lm.parallel.collectives import ByteLedger
 from paro_lm.parallel.mesh import AXES, DATA_AXES, ParallelMesh
+from paro_lm.parallel.replicas import check_replicas, replicas
+from paro_lm.parallel.sharding import advice
 from paro_lm.profiler import Profiler
 from paro_lm.run import Run, open_run
 from paro_lm.sample import sample_text
@@ -69,6 +71,7 @@ class Trainer:
         self.step = 0
         self.consumed_tokens = 0
         self.val_loss = math.nan
+        self._stop = StopRequest(cfg.runtime.max_minutes)
         self._logs: Path | None = None  # the run folder, once ranks log into it
 
     def fit(self) -> int:
@@ -79,13 +82,10 @@ class Trainer:
         """
         self.world = distributed.initialize(self.cfg.runtime)
         try:
-            if not distributed.all_ranks_equal(config_hash(self.cfg)):
-                raise ValueError("the ranks were started with different configs; start all of them with the same command line.")
-            run = distributed.on_rank_zero(lambda: open_run(self.cfg))
+            run = self.open()
             if run.finished:
                 self._say_finished(run)
                 return EXIT_DONE
-            self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
             return self._loop()
         except (ValueError, OSError):
             raise  # the user's to mend; the command line says it in a sentence
@@ -97,6 +97,15 @@ class Trainer:
             distributed.shutdown(self.world)
 
     # ------------------------------------------------------------------ building
+
+    def open(self) -> Run:
+        """Build everything for the run that the config names, and load its checkpoint if it has one; nothing for a finished run."""
+        if not distributed.all_ranks_equal(config_hash(self.cfg)):
+            raise ValueError("the ranks were started with different configs; start all of them with the same command line.")
+        run = distributed.on_rank_zero(lambda: open_run(self.cfg))
+        if not run.finished:
+            self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
+        return run
 
     def _build(self, run: Run, prepared: Prepared) -> None:
         cfg, world = self.cfg, self.world
@@ -132,6 +141,8 @@ class Trainer:
         distributed.on_rank_zero(lambda: run.create(cfg, tokenizer))
         self.run, self._logs = run, run.folder
         setup_logging(run.folder, world.rank, console=self.console)
+        if (warning := advice(size.cell for size in self.engine.unit_sizes())) is not None:
+            logger.warning(warning)
         self.checkpointer = Checkpointer(
             run.checkpoints, mesh=self.mesh, keep_last=cfg.checkpoint.keep_last, async_save=cfg.checkpoint.async_save
         )
@@ -165,8 +176,7 @@ class Trainer:
         finite = math.isfinite(loss) and math.isfinite(norm)
         lr = learning_rate(self.cfg.optim, self.skips.updates, self.cfg.steps)
         if finite:
-            scale_gradients(self.engine, clip_coefficient(norm, self.cfg.optim.max_norm) / self.scaler.scale)
-            self.optimizer.step(lr)
+            self.optimizer.step(lr, scale=clip_coefficient(norm, self.cfg.optim.max_norm) / self.scaler.scale)
             self.engine.sync_parameters()
         else:
             self.engine.drop_gradients()
@@ -225,7 +235,7 @@ class Trainer:
             config=asdict(cfg),
             console=self.console,
         )
-        with StopRequest(cfg.runtime.max_minutes) as self._stop, metrics:
+        with self._stop, metrics:
             try:
                 return self._steps(metrics, throughput, profiler)
             finally:
@@ -243,6 +253,8 @@ class Trainer:
             with profiler.step(self.step + 1):
                 stats = self.train_step()
             self._log(metrics, throughput, stats)
+            if cfg.parallel.check_replicas_every and self.step % cfg.parallel.check_replicas_every == 0:
+                self._check_replicas()
             stopped = stats.stop and self.step < cfg.steps
             if not stopped and _due(self.step, cfg.eval.every, cfg.steps):
                 self._evaluate(metrics)
@@ -255,6 +267,11 @@ class Trainer:
             return EXIT_STOPPED
         self._finish()
         return EXIT_DONE
+
+    def _check_replicas(self) -> None:
+        self.engine.wait()
+        held = replicas(self.engine, self.optimizer.state_shards(), lambda name: self.specs[name].replicated_axes)
+        check_replicas(self.mesh, held, self.engine.seams)
 
     def _log(self, metrics: MetricsLogger, throughput: Throughput, stats: StepStats) -> None:
         record = StepRecord(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paro_lm.config import OptimConfig
+from paro_lm.optim.clip import scale_gradients
 from paro_lm.parallel.buffer import FlatShard, Segment, flat_shard
 from paro_lm.parallel.engine import ShardingEngine
 from paro_lm.parallel.unit_buffer import UnitBuffer
@@ -44,6 +45,7 @@ class AdamW:
             self._moments += [exp_avg, exp_avg_sq]
             for segment in buffer.segments(buffer.cell.main):
                 self._parts.append(_Part(buffer, segment, segment.of(buffer.main), segment.of(exp_avg), segment.of(exp_avg_sq)))
+        self._folds_scale = _can_fuse(engine) and engine.dtypes.main == torch.float32
         groups = [
             {"params": [part.main for part in self._parts if decays(part.segment.slot.name) is flag], "weight_decay": decay}
             for flag, decay in ((True, cfg.weight_decay), (False, 0.0))
@@ -62,8 +64,8 @@ class AdamW:
                 self._adam.state[part.main] = {"step": step, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update main parameters from `finished` gradients with this learning rate."""
+    def step(self, lr: float, *, scale: float = 1.0) -> None:
+        """Update main parameters from `scale` times the `finished` gradients with this learning rate."""
         for name in self.steps:
             if self._engine.used(name):
                 self.steps[name] += 1
@@ -71,6 +73,10 @@ class AdamW:
             return
         for group in self._adam.param_groups:
             group["lr"] = lr
+        if self._folds_scale:  # the fused kernel divides by this number, in fp32, which saves a pass over all gradients
+            self._adam.grad_scale = None if scale == 1.0 else torch.tensor(1.0 / scale, device=self._engine.mesh.device)  # type: ignore[attr-defined]
+        else:
+            scale_gradients(self._engine, scale)
         for part in self._parts:
             name = part.segment.slot.name
             part.main.grad = None

@@ -93,8 +93,8 @@ class SkipCounter:
         if self.in_a_row >= self.max_in_a_row:
             raise NonFiniteError(
                 f"Step {step}: loss {loss} and gradient norm {grad_norm} (loss scale {loss_scale:g}) make {self.in_a_row} steps in a row "
-                f"that are not finite (optim.max_skipped_steps={self.max_in_a_row}). Resume from an earlier checkpoint with a lower optim.lr, "
-                "a longer optim.warmup_steps, or precision=bf16 / fp32."
+                f"that are not finite (optim.max_skipped_steps={self.max_in_a_row}). Resume from an earlier checkpoint with a lower "
+                "optim.lr, a longer optim.warmup_steps, or precision=bf16 / fp32."
             )
 
     def state_dict(self) -> dict[str, int]:

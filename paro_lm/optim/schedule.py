@@ -58,7 +58,8 @@ def ramp_problems(cfg: BatchRampConfig, global_batch: int, multiple: int) -> lis
     problems = []
     if cfg.start < 0 or cfg.increment <= 0 or cfg.samples <= 0:
         problems.append(
-            f"batch_ramp.start={cfg.start} needs batch_ramp.increment > 0 and batch_ramp.samples > 0, got {cfg.increment} and {cfg.samples}."
+            f"batch_ramp.start={cfg.start} needs batch_ramp.increment > 0 and batch_ramp.samples > 0, "
+            f"got {cfg.increment} and {cfg.samples}."
         )
     elif cfg.start > global_batch or (global_batch - cfg.start) % cfg.increment:
         problems.append(
@@ -68,8 +69,8 @@ def ramp_problems(cfg: BatchRampConfig, global_batch: int, multiple: int) -> lis
     for name, value in (("start", cfg.start), ("increment", cfg.increment)):
         if value % multiple:
             problems.append(
-                f"batch_ramp.{name}={value} is not a multiple of {multiple} (micro_batch_size x data-parallel ranks), so some step could not "
-                f"be divided evenly; use a multiple of {multiple} or a smaller micro_batch_size."
+                f"batch_ramp.{name}={value} is not a multiple of {multiple} (micro_batch_size x data-parallel ranks), so some step could "
+                f"not be divided evenly; use a multiple of {multiple} or a smaller micro_batch_size."
             )
     return problems
 

@@ -19,7 +19,7 @@ import torch
 from paro_lm.parallel.buffer import FlatLayout, Segment
 from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
-from paro_lm.parallel.sharding import Cell, Placement, Step, accumulate_steps, finish_steps, publish_steps, unshard_steps
+from paro_lm.parallel.sharding import Cell, Placement, Step, accumulate_steps, finish_steps, publish_steps, transition, unshard_steps
 
 NOWHERE: Placement = frozenset()
 
@@ -41,7 +41,9 @@ class UnitBuffer:
         live = frozenset(axis for axis in DATA_AXES if mesh.size(axis) > 1)
         self.layout, self.dtypes, self.trainable = layout, dtypes, trainable
         self.cell = Cell(cell.param & live, cell.grad & live, cell.main & live)
-        self.partial = live
+        self._accumulate, self._finish, self._publish, self._unshard = (
+            [live_step for step in steps(self.cell) if (live_step := _live(step, live)).axes] for steps in (accumulate_steps, finish_steps, publish_steps, unshard_steps)
+        )
         self.mesh, self.coordinates = mesh, mesh.coordinates(mesh.rank)
         self.gaps = layout.gaps()
         self.unsharded = not self.cell.param
@@ -105,7 +107,7 @@ class UnitBuffer:
 
     def unshard(self, collectives: GridCollectives) -> None:
         """Job: p -> N."""
-        (step,) = unshard_steps(self.cell)
+        (step,) = self._unshard
         own = self._within(self.cell.param, NOWHERE, self.full)
         own.copy_(self.param)
         collectives.all_gather(self.full, own, step.axes)
@@ -140,7 +142,7 @@ class UnitBuffer:
     def accumulate(self, collectives: GridCollectives, reducing: torch.Tensor) -> None:
         """Job: sum this micro-batch's gradient over the axes of g and add it to `grad`."""
         assert self.grad is not None
-        (step,) = accumulate_steps(self.cell)
+        (step,) = self._accumulate
         own = self._within(self.cell.grad, NOWHERE, reducing)
         collectives.reduce_scatter(own, reducing, step.axes)
         if self.accumulated:
@@ -152,13 +154,10 @@ class UnitBuffer:
     def finish(self, collectives: GridCollectives) -> None:
         """Job: g -> os. `finished` is a range of `grad` for all cells whose states are at least as finely sharded."""
         assert self.grad is not None
-        steps = tuple(_live(step, self.partial) for step in finish_steps(self.cell))
         current, placement = self.grad, self.cell.grad
-        if steps and current.dtype != self.dtypes.reduce:
+        if self._finish and current.dtype != self.dtypes.reduce:
             current = current.to(self.dtypes.reduce)
-        for step in steps:
-            if not step.axes:
-                continue
+        for step in self._finish:
             if step.operation == "all_reduce":
                 collectives.all_reduce(current, step.axes)
             elif step.operation == "reduce_scatter":
@@ -182,12 +181,22 @@ class UnitBuffer:
             return
         param, main = self.cell.param, self.cell.main
         if main > param:
-            (step,) = publish_steps(self.cell)
+            (step,) = self._publish
             own = self._within(main, param, self.param)
             own.copy_(self.main)
             collectives.all_gather(self.param, own, step.axes)
         else:
             self.param.copy_(self._within(param, main, self.main))
+
+    def whole_values(self, collectives: GridCollectives) -> dict[str, torch.Tensor]:
+        """Job: the box of every parameter, flat, in the type of main parameters where there are some."""
+        source, placement = (self.param, self.cell.param) if self.main is None else (self.main, self.cell.main)
+        whole = torch.empty(self.layout.numel, dtype=source.dtype, device=source.device)
+        own = self._within(placement, NOWHERE, whole)
+        own.copy_(source)
+        for step in transition(placement, NOWHERE):
+            collectives.all_gather(whole, own, step.axes)
+        return {slot.name: whole[slot.start : slot.stop] for slot in self.layout.slots}
 
     def drop_gradients(self) -> None:
         """Forget the finished sums of a step; the next micro-batch starts a new accumulation."""
