@@ -176,6 +176,14 @@ class Evaluator:
             virtual_stages=self.cfg.parallel.virtual_stages,
         )
 
+    def unit_work(self, candidate: Candidate) -> tuple[list[UnitWork], list[Cell]]:
+        """Every unit of the first stage by its own name, with its cell in a candidate of this layout."""
+        (_, profiles), *_ = self.stages
+        names = [unit.name for profile in profiles for unit in profile.expand()]
+        each = [unit for unit in self.work[0] for _ in range(unit.count)]
+        work = [replace(unit, name=name, count=1) for unit, name in zip(each, names, strict=True)]
+        return work, [candidate.unit_cells.get(name, candidate.cell) for name in names]
+
     def candidate(self, cell: Cell, budget: float, *, memory: RankMemory | None = None) -> Candidate:
         """The uniform candidate of a cell."""
         return Candidate(

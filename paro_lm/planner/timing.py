@@ -124,9 +124,11 @@ def stage_time(
     links = stage.links
     costs = [stage.of(unit, cell) for unit, cell in zip(units, cells, strict=True)]
     hidden = links.cluster.overlap
-    forward = _forward(units, costs, hidden, first=False)
-    first = _first_forward(units, costs, _forward(units, costs, hidden, first=True), hidden)
-    backward, last = (_backward(units, costs, hidden, last=is_last) for is_last in (False, True))
+    left, uncovered = _left_over(units, costs)
+    forward = _forward(units, costs, hidden, left=left)
+    first = _first_forward(units, costs, _forward(units, costs, hidden), hidden)
+    backward = _backward(units, costs, hidden, last=False) - uncovered.seconds
+    last = _backward(units, costs, hidden, last=True)
     elapsed = first + (accumulation - 1) * (forward + backward) + last
     pp = links.shape.pp
     messages = 2 * accumulation * p2p if pp > 1 else 0.0
@@ -154,22 +156,32 @@ def _beside(computing: float, communicating: float, overlap: float) -> float:
     return computing + communicating - overlap * shorter
 
 
-def _forward(units: Sequence[UnitWork], costs: Sequence[UnitCosts], overlap: float, *, first: bool) -> float:
-    """The first gather, then every unit beside the gather of the next.
-
-    But in the first micro-batch, the last reduction of the backward before is still under way beside the first unit.
-    """
+def _forward(units: Sequence[UnitWork], costs: Sequence[UnitCosts], overlap: float, *, left: Busy = IDLE) -> float:
+    """The first gather, then every unit beside the gather of the next; `left` reductions of the backward before go on beside all."""
     total = costs[0].gather.seconds
-    left = IDLE if first else costs[0].gradient
+    computing, gathering = 0.0, IDLE
     for index, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         following = costs[index + 1].gather if index + 1 < len(units) else IDLE
-        for gather, count in ((cost.gather, unit.count - 1), (following, 1)):
-            if count and left.seconds:
-                total += _beside(unit.forward, gather.beside(left), overlap)
-                count, left = count - 1, IDLE
-            total += count * _beside(unit.forward, gather.seconds, overlap)
-        total += unit.count * unit.tp_forward
-    return total
+        total += (unit.count - 1) * _beside(unit.forward, cost.gather.seconds, overlap)
+        total += _beside(unit.forward, following.seconds, overlap) + unit.count * unit.tp_forward
+        computing += unit.count * (unit.forward + unit.tp_forward)
+        gathering += cost.gather * unit.count
+    if not left.seconds:
+        return total
+    return max(total, _beside(computing, gathering.beside(left), overlap))
+
+
+def _left_over(units: Sequence[UnitWork], costs: Sequence[UnitCosts]) -> tuple[Busy, Busy]:
+    """(reductions that outlast a backward, the part of them that comes from beside the first unit's backward).
+
+    The queue may lag behind by PENDING_REDUCTIONS: the reduction of the first unit, and what its backward does not cover of the second's.
+    """
+    first = next((index for index, unit in enumerate(units) if unit.gathers > 1), None)
+    if first is None:
+        return IDLE, IDLE
+    after = costs[first].gradient if units[first].count > 1 else costs[first + 1].gradient if first + 1 < len(units) else IDLE
+    uncovered = after * max(0.0, 1 - units[first].backward / after.seconds) if after.seconds else IDLE
+    return costs[first].gradient + uncovered, uncovered
 
 
 def _first_forward(units: Sequence[UnitWork], costs: Sequence[UnitCosts], forward: float, overlap: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paro_lm.cli import EXIT_OK, Tool, hydra_entry
 from paro_lm.config import Config, option
-from paro_lm.planner.search import PlanOptions
+from paro_lm.planner.search import Plan, PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class PlanToolOptions(PlanOptions):
 
     world_size: int | None = option(None, "Ranks of the run; null = all of the cluster.", least=1)
     rows: int = option(5, "Lines of the table of the best.", least=1)
+    trace: bool = option(False, "Also simulate a step of the choice (without pipeline stages): trace.json for trace viewers, timeline.png.")
     folder: str | None = option(None, "Folder of plan.csv and plan.png; null = <output_dir>/plan/<model>-<cluster>.")
 
 
@@ -55,7 +56,26 @@ def task(cfg: PlanConfig) -> int:
     write_csv(result, folder / "plan.csv")
     plot(result, folder / "plan.png")
     print(f"every candidate with all terms: {folder / 'plan.csv'}, memory against speed: {folder / 'plan.png'}")
+    if cfg.plan.trace:
+        _simulate(result, folder)
     return EXIT_OK
+
+
+def _simulate(result: Plan, folder: Path) -> None:
+    """The timeline of the choice, event by event."""
+    from paro_lm.planner.inventory import vocab_of
+    from paro_lm.planner.search import evaluator_of
+    from paro_lm.planner.simulate import plot_timeline, simulate_step, write_trace
+
+    chosen = result.mixed or result.best
+    if chosen is None or chosen.layout.shape.pp > 1:
+        raise ValueError("plan.trace=true: there is no choice without pipeline stages to simulate; add plan.pp=1, or change the budget.")
+    evaluator = evaluator_of(result.cfg, chosen.layout, vocab_of(result.cfg))
+    work, cells = evaluator.unit_work(chosen)
+    seconds, events = simulate_step(work, cells, evaluator.costs, accumulation=chosen.layout.accumulation, optimizer=chosen.time.optimizer)
+    write_trace(events, folder / "trace.json")
+    plot_timeline(events, folder / "timeline.png", title=f"{result.cfg.model.name}, {chosen.cell}: one step, simulated")
+    print(f"simulated {seconds:.4g} s, formula {chosen.time.total:.4g} s: {folder / 'trace.json'}, {folder / 'timeline.png'}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

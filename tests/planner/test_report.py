@@ -58,6 +58,7 @@ def test_the_command_writes_every_candidate(tmp_path: Path, capsys: pytest.Captu
                 "plan.group_size=8",
                 "plan.micro_batch_size=4",
                 "plan.activation_checkpointing=none",
+                "plan.trace=true",
                 f"plan.folder={tmp_path}",
             ]
         )
@@ -73,7 +74,9 @@ def test_the_command_writes_every_candidate(tmp_path: Path, capsys: pytest.Captu
         assert sum(terms) == pytest.approx(float(row["seconds"]))
         held = [float(value) for name, value in row.items() if name.startswith("bytes_") and name != "bytes_total"]
         assert sum(held) == pytest.approx(float(row["bytes_total"]))
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    for name in ("plan.png", "timeline.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert '"gather layers.7"' in (tmp_path / "trace.json").read_text()
 
 
 def test_wrong_choices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

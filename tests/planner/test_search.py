@@ -91,8 +91,15 @@ def test_a_thousand_ranks_in_seconds() -> None:
     assert all(c.layout.accumulation * c.layout.micro_batch_size * c.layout.shape.dp == 4096 for c in result.candidates)
 
 
+def between_gig_and_iig() -> float:
+    """A budget in bytes half way between the peaks of two uniform cells."""
+    light, heavy = (next(c for c in paper_plan("llama_7b", FIXED).candidates if str(c.cell) == name) for name in ("GIG", "IIG"))
+    return (light.memory.total + heavy.memory.total) / 2
+
+
 def test_the_overrides_of_a_candidate_are_a_valid_config() -> None:
-    result = plan(load(["model=llama_7b", *PAPER]), world_size=32, options=replace(FIXED, mixed=True, budget_gb=18.0))
+    options = replace(FIXED, mixed=True, budget_gb=between_gig_and_iig() / 1e9, activation_checkpointing=["none"])
+    result = paper_plan("llama_7b", options)
     assert result.mixed is not None
     cfg = load(["model=llama_7b", *PAPER, *result.mixed.overrides()])
     assert cfg.parallel.sharding == str(result.mixed.cell)
@@ -102,8 +109,8 @@ def test_the_overrides_of_a_candidate_are_a_valid_config() -> None:
 
 def test_a_mixed_plan_fills_a_budget_between_two_cells() -> None:
     """Between GIG and IIG the best uniform cell gathers globally; some blocks as IIG save a large part of that."""
-    light, heavy = (next(c for c in paper_plan("llama_7b", FIXED).candidates if str(c.cell) == name) for name in ("GIG", "IIG"))
-    budget = (light.memory.total + heavy.memory.total) / 2
+    budget = between_gig_and_iig()
+    heavy = next(c for c in paper_plan("llama_7b", FIXED).candidates if str(c.cell) == "IIG")
     options = replace(FIXED, mixed=True, budget_gb=budget / 1e9, activation_checkpointing=["none"])
     result = paper_plan("llama_7b", options)
     assert result.best is not None
