@@ -53,6 +53,12 @@ def exists(prefix: str | Path) -> bool:
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
+def mask_prefix(prefix: str | Path) -> Path:
+    """The pair of uint8 files beside `prefix`, with the same documents, that says for every token whether it carries loss. Without
+    such a pair all do."""
+    return Path(f"{prefix}.mask")
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the same folder that no other process uses, so that `os.replace` onto `path` is atomic."""
     return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paro_lm.data.indexed import bin_path, idx_path, temporary_beside
+from paro_lm.data.indexed import bin_path, exists, idx_path, mask_prefix, temporary_beside
 
 Int64 = NDArray[np.int64]
 BLEND_BLOCK = 1 << 17
@@ -108,8 +108,11 @@ def _save(path: Path, array: NDArray[Any]) -> None:
 
 
 def content_digest(prefix: str | Path) -> str:
-    """What a file pair holds, wherever it lies: hash of the whole `.idx`, size of the `.bin` and 64 places in it."""
+    """What a file pair holds, wherever it lies: hash of the whole `.idx`, size of the `.bin` and 64 places in it; the same of its
+    masks when it has some."""
     digest = hashlib.blake2b(digest_size=16)
+    if exists(mask_prefix(prefix)):
+        digest.update(content_digest(mask_prefix(prefix)).encode())
     with open(idx_path(prefix), "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)

@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib.util
 import itertools
 import json
 import math
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 from paro_lm.config import DataConfig
-from paro_lm.data.indexed import IndexedReader, IndexedWriter, exists, publish_view, select_documents, temporary_beside, token_dtype
+from paro_lm.data.artefacts import Vocabulary, content_hash, make_key, once, read_manifest, write_json, write_manifest
+from paro_lm.data.conversation import RowFormat
+from paro_lm.data.indexed import (
+    IndexedReader,
+    IndexedWriter,
+    exists,
+    mask_prefix,
+    publish_view,
+    select_documents,
+    token_dtype,
+)
 from paro_lm.data.order import fingerprint, permutation
 from paro_lm.data.progress import Progress
 from paro_lm.data.reading import CHUNK_BYTES, Chunk, find_files, read_chunks, size_of, texts_of
 from paro_lm.data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from paro_lm.data.worker import Encoded, EncodeOptions, EncoderPool
 
-VERSION = 1  # part of every name: a change of what preparation writes makes old artefacts unknown
 SAMPLE_BYTES = 200 << 20
 SCAN_TOKENS = 1 << 24
 _USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
@@ -62,16 +67,6 @@ class Entry:
     name: str
     files: tuple[Path, ...] = ()
     prefix: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """What token files must agree on. `digest` identifies the tokenizer, `source` says where it is."""
-
-    source: str | None
-    digest: str | None
-    vocab_size: int
-    eod: int | None
 
 
 def prepare(cfg: DataConfig, *, seed: int) -> Prepared:
@@ -126,7 +121,7 @@ def _entry(name: str, key: str) -> Entry:
     prefix = Path(name).expanduser()
     if prefix.suffix in (".bin", ".idx") and exists(prefix.with_suffix("")):
         prefix = prefix.with_suffix("")
-    pairs = sorted(path.with_suffix("") for path in prefix.glob("*.idx")) if prefix.is_dir() else []
+    pairs = sorted(path.with_suffix("") for path in prefix.glob("*.idx") if not path.stem.endswith(".mask")) if prefix.is_dir() else []
     if len(pairs) > 1:
         raise ValueError(f"{key}: {name} has {len(pairs)} token files; name one of their prefixes, such as {pairs[0]}")
     prefix = pairs[0] if pairs else prefix
@@ -179,13 +174,13 @@ def _load_vocabulary(source: str, cache: Path) -> Vocabulary:
         tokenizer = load_tokenizer(source)
         return Vocabulary(source=source, digest=tokenizer_digest(source), vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
     where = Path(source).expanduser().resolve()
-    memo = cache / f"vocabulary-{_key(str(where), tokenizer_digest(where))}.json"
+    memo = cache / f"vocabulary-{make_key(str(where), tokenizer_digest(where))}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Vocabulary(**json.loads(memo.read_text()))
     tokenizer = load_tokenizer(where)
     path = str(tokenizer.path)
     vocabulary = Vocabulary(source=path, digest=tokenizer_digest(path), vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
-    _write_json(memo, asdict(vocabulary))
+    write_json(memo, asdict(vocabulary))
     return vocabulary
 
 
@@ -209,7 +204,7 @@ def _check_vocabulary(prefix: Path, manifest: dict[str, Any] | None, vocabulary:
 
 def _trained_tokenizer(cfg: DataConfig, cache: Path, train: Sequence[Entry]) -> Path:
     files = [file for entry in train for file in entry.files]
-    key = _key("tokenizer", [_content(file, cache) for file in files], cfg.vocab_size, cfg.text_key)
+    key = make_key("tokenizer", [content_hash(file, cache) for file in files], cfg.vocab_size, cfg.text_key)
     folder = cache / f"tokenizer-{cfg.vocab_size}-{key}"
 
     def build() -> None:
@@ -217,7 +212,7 @@ def _trained_tokenizer(cfg: DataConfig, cache: Path, train: Sequence[Entry]) -> 
         with Progress("training a tokenizer", min(sum(size_of(f) for f in files), SAMPLE_BYTES)) as progress:
             train_tokenizer(_sample_texts(files, cfg.text_key, progress), folder, vocab_size=cfg.vocab_size)
 
-    _once(folder, cache, lambda: (folder / "tokenizer.json").is_file(), build)
+    once(folder, cache, lambda: (folder / "tokenizer.json").is_file(), build)
     return folder
 
 
@@ -242,48 +237,86 @@ def _tokens(entry: Entry, cfg: DataConfig, cache: Path, vocabulary: Vocabulary) 
     """Prefix of the entry's token files."""
     if entry.prefix is not None:
         return entry.prefix
-    if cfg.append_eod and vocabulary.eod is None:
+    rows = _row_format(cfg, vocabulary)
+    appends_eod = cfg.append_eod and cfg.format != "messages"  # a chat template has ends of its own
+    if appends_eod and vocabulary.eod is None:
         raise ValueError(
             f"data.append_eod=true, but the tokenizer {vocabulary.source} has no end-of-text token; "
             "set data.append_eod=false or name an eos_token in its tokenizer_config.json"
         )
-    eod = vocabulary.eod if cfg.append_eod else None
-    key = _key("tokens", [_content(file, cache) for file in entry.files], vocabulary.digest, cfg.text_key, eod)
+    eod = vocabulary.eod if appends_eod else None
+    what = [cfg.text_key] if rows is None else [rows.kind, rows.keys]
+    key = make_key("tokens", [content_hash(file, cache) for file in entry.files], vocabulary.digest, *what, eod)
     prefix = (cache / f"tokens-{key}" / "all").resolve()
 
     def build() -> None:
         if vocabulary.source is None:
             raise ValueError(f"{entry.name}: no tokenizer is known for this text; set data.tokenizer")
         tokenizer = load_tokenizer(vocabulary.source)
-        options = EncodeOptions(spec=tokenizer.spec, text_key=cfg.text_key, eod=eod, dtype=token_dtype(tokenizer.vocab_size).str)
+        dtype = token_dtype(tokenizer.vocab_size).str
+        options = EncodeOptions(spec=tokenizer.spec, text_key=cfg.text_key, eod=eod, dtype=dtype, rows=rows)
         counts = encode_files(entry.files, options, prefix, num_workers=cfg.num_workers, title=entry.name)
         write_manifest(
-            prefix, vocabulary, sources=[str(f) for f in entry.files], text_key=cfg.text_key, append_eod=cfg.append_eod, **counts
+            prefix,
+            vocabulary,
+            sources=[str(f) for f in entry.files],
+            format=cfg.format,
+            text_key=cfg.text_key,
+            append_eod=appends_eod,
+            **counts,
         )
 
-    _once(prefix.parent, cache, lambda: read_manifest(prefix) is not None and exists(prefix), build)
+    once(prefix.parent, cache, lambda: read_manifest(prefix) is not None and exists(prefix), build)
     return prefix
 
 
+def _row_format(cfg: DataConfig, vocabulary: Vocabulary) -> RowFormat | None:
+    """What rows hold when they are not texts. Raises ValueError for a tokenizer that cannot have a chat template."""
+    if cfg.format == "text":
+        return None
+    if cfg.format == "completion":
+        return RowFormat(kind="completion", keys=(cfg.prompt_key, cfg.completion_key))
+    if vocabulary.source is None or not Path(vocabulary.source).is_dir():
+        raise ValueError(
+            f"data.tokenizer={vocabulary.source}: data.format=messages needs the folder of a Hugging Face tokenizer with a chat template"
+        )
+    return RowFormat(kind="messages", keys=(cfg.messages_key,), tokenizer=vocabulary.source)
+
+
 def encode_files(files: Sequence[Path], options: EncodeOptions, prefix: Path, *, num_workers: int, title: str) -> dict[str, int]:
-    """Encode `files` into one pair, documents in the order of the files. Returns counts of documents and tokens."""
+    """Encode `files` into one pair, documents in the order of the files, and a pair of masks when not all tokens carry loss.
+
+    Returns counts of documents and tokens.
+    """
     total = sum(size_of(file) for file in files)
     num_workers = num_workers if total > 2 * CHUNK_BYTES else 1  # a worker starts in the time of a megabyte
-    skipped = 0
+    skipped = trained = 0
     pieces: list[Encoded] = []
     with (
         Progress(f"preparing {title}", total) as progress,
         IndexedWriter(prefix, dtype=options.dtype) as writer,
+        contextlib.nullcontext() if options.rows is None else IndexedWriter(mask_prefix(prefix), dtype=np.uint8) as masks,
         EncoderPool(options, num_workers) as pool,
     ):
-        for result in itertools.chain.from_iterable(pool.map(_batches(files, options.text_key))):
+        for result in itertools.chain.from_iterable(pool.map(_batches(files, options))):
             skipped += result.skipped
             _write(result, pieces, writer)
+            if masks is not None and result.mask is not None:
+                masks.add_documents(result.mask, result.lengths)
+                trained += int(result.mask.sum())
             progress.advance(result.read, tokens=len(result.tokens))
         if writer.num_documents == 0:
             names = ", ".join(str(file) for file in files[:3]) + (" ..." if len(files) > 3 else "")
-            raise ValueError(f"{names}: all {skipped} documents are empty; give files with text, or check data.text_key={options.text_key}")
-    return {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_skipped": skipped}
+            raise ValueError(f"{names}: {_nothing_to_train_on(skipped, options)}")
+    counts = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_skipped": skipped}
+    return counts if options.rows is None else counts | {"num_trained_tokens": trained}
+
+
+def _nothing_to_train_on(skipped: int, options: EncodeOptions) -> str:
+    if options.rows is None:
+        return f"all {skipped} documents are empty; give files with text, or check data.text_key={options.text_key}"
+    what = "what the assistant says" if options.rows.kind == "messages" else "a completion"
+    return f"none of {skipped} rows has {what}, so that no token would carry loss; check the roles, fields and chat template"
 
 
 def _write(result: Encoded, pieces: list[Encoded], writer: IndexedWriter) -> None:
@@ -297,13 +330,14 @@ def _write(result: Encoded, pieces: list[Encoded], writer: IndexedWriter) -> Non
         writer.add_documents(result.tokens, result.lengths)
 
 
-def _batches(files: Sequence[Path], text_key: str) -> Iterator[list[Chunk]]:
+def _batches(files: Sequence[Path], options: EncodeOptions) -> Iterator[list[Chunk]]:
     """Chunks of all files, small ones together."""
     batch: list[Chunk] = []
     size = 0
-    for chunk in itertools.chain.from_iterable(read_chunks(file, text_key) for file in files):
+    key = options.text_key if options.rows is None else options.rows.keys
+    for chunk in itertools.chain.from_iterable(read_chunks(file, key) for file in files):
         batch.append(chunk)
-        size += len(chunk.blob) + sum(len(text or "") for text in chunk.texts)
+        size += len(chunk.blob) + sum(len(text) if isinstance(text, str) else 1024 for text in chunk.texts)
         if size >= CHUNK_BYTES:
             yield batch
             batch, size = [], 0
@@ -324,101 +358,31 @@ def held_out_documents(num_documents: int, fraction: float, seed: int) -> np.nda
 
 def _hold_out(source: Path, fraction: float, seed: int, cache: Path, vocabulary: Vocabulary) -> tuple[Path, Path]:
     """(train, valid) prefixes: own indices over the same tokens. A single document is cut instead, its end held out."""
-    key = _key("split", fingerprint(source), fraction, seed, vocabulary.source, vocabulary.digest)
+    key = make_key("split", fingerprint(source), fraction, seed, vocabulary.source, vocabulary.digest)
     folder = (cache / f"split-{key}").resolve()
     train, valid = folder / "train", folder / "valid"
 
     def build() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        reader = IndexedReader(source)
-        if reader.num_documents > 1:
-            chosen = held_out_documents(reader.num_documents, fraction, seed)
-            select_documents(reader, ~chosen, train)
-            select_documents(reader, chosen, valid)
-        else:
-            size, start, itemsize = int(reader.sizes[0]), int(reader.offsets[0]), reader.dtype.itemsize
-            cut = size - max(round(size * fraction), 1)
-            publish_view(reader, train, lengths=[cut], pointers=[start * itemsize], documents=[0, 1])
-            publish_view(reader, valid, lengths=[size - cut], pointers=[(start + cut) * itemsize], documents=[0, 1])
+        if exists(mask_prefix(source)):  # first: a pair of tokens is never seen without its masks
+            _split(mask_prefix(source), mask_prefix(train), mask_prefix(valid), fraction, seed)
+        _split(source, train, valid, fraction, seed)
         for prefix in (train, valid):
             part = IndexedReader(prefix)
             write_manifest(prefix, vocabulary, sources=[str(source)], num_documents=part.num_documents, num_tokens=part.num_tokens)
 
-    _once(folder, cache, lambda: all(exists(p) and read_manifest(p) is not None for p in (train, valid)), build)
+    once(folder, cache, lambda: all(exists(p) and read_manifest(p) is not None for p in (train, valid)), build)
     return train, valid
 
 
-# Manifests, keys, locks.
-
-
-def manifest_path(prefix: Path) -> Path:
-    return prefix.with_name(f"{prefix.name}.json")
-
-
-def write_manifest(prefix: Path, vocabulary: Vocabulary, **facts: Any) -> None:
-    """Say beside a pair what it is made of; written last, so its presence means that the pair is complete."""
-    path = manifest_path(prefix)
-    values = {
-        "source": vocabulary.source,
-        "digest": vocabulary.digest,
-        "vocab_size": vocabulary.vocab_size,
-        "eod": vocabulary.eod,
-        **facts,
-    }
-    _write_json(path, values)
-
-
-def read_manifest(prefix: Path) -> dict[str, Any] | None:
-    """What `write_manifest` wrote, or None if there is none or it is not ours."""
-    try:
-        values = json.loads(manifest_path(prefix).read_text())
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) and {"source", "digest", "vocab_size", "eod"} <= values.keys() else None
-
-
-def _write_json(path: Path, values: object) -> None:
-    temporary = temporary_beside(path)
-    try:
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _once(target: Path, cache: Path, done: Callable[[], bool], build: Callable[[], None]) -> None:
-    """Build an artefact unless it is there; others that want the same one wait for it."""
-    if done():
+def _split(source: Path, train: Path, valid: Path, fraction: float, seed: int) -> None:
+    reader = IndexedReader(source)
+    if reader.num_documents > 1:
+        chosen = held_out_documents(reader.num_documents, fraction, seed)
+        select_documents(reader, ~chosen, train)
+        select_documents(reader, chosen, valid)
         return
-    with FileLock(cache / f".{target.name}.lock"):
-        if not done():
-            # What a killed process left; nobody else writes here while the lock is held.
-            for left_over in (*target.glob(".*.tmp"), *cache.glob(f".{target.name}.*.tmp")):
-                shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-            build()
-
-
-def _key(*parts: object) -> str:
-    return hashlib.blake2b(json.dumps([VERSION, *parts]).encode(), digest_size=8).hexdigest()
-
-
-def _content(path: Path, cache: Path) -> str:
-    """Hash of a file's (or folder's) content. Large files are read once: their hash is kept under path, size and time."""
-    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    if len(files) != 1 or path.is_dir():
-        return _key([[f.name, _content(f, cache)] for f in files])
-    stat = path.stat()
-    memo = cache / "hashes" / _key(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-    settled = time.time() - stat.st_mtime > 10  # a file that is still being written may change within one tick of its clock
-    if settled and memo.is_file() and (known := memo.read_text().strip()):
-        return known
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    if settled and stat.st_size > 1 << 24:
-        memo.parent.mkdir(exist_ok=True)
-        temporary = temporary_beside(memo)
-        temporary.write_text(digest.hexdigest())
-        os.replace(temporary, memo)
-    return digest.hexdigest()
+    size, start, itemsize = int(reader.sizes[0]), int(reader.offsets[0]), reader.dtype.itemsize
+    cut = size - max(round(size * fraction), 1)
+    publish_view(reader, train, lengths=[cut], pointers=[start * itemsize], documents=[0, 1])
+    publish_view(reader, valid, lengths=[size - cut], pointers=[(start + cut) * itemsize], documents=[0, 1])

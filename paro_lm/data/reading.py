@@ -26,13 +26,14 @@ NOT_TEXT = "not text; set data.text_key or correct the input"
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """A part of one input. `kind` text: `blob` is one document or a piece of it, `ends` whether the document ends with it;
-    jsonl: `blob` has complete lines, the first with number `first`; rows: `texts` are documents, the first with number `first`.
+    jsonl: `blob` has complete lines, the first with number `first`; rows: `texts` are documents (of several columns: rows as dicts),
+    the first with number `first`.
     `read` = bytes of the input file that this chunk advanced."""
 
     kind: str
     path: str
     blob: bytes = b""
-    texts: tuple[str | None, ...] = ()
+    texts: tuple[Any, ...] = ()
     first: int = 1
     ends: bool = True
     read: int = 0
@@ -80,11 +81,14 @@ def size_of(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
 
 
-def read_chunks(path: Path, text_key: str) -> Iterator[Chunk]:
-    """The chunks of one input, in order. Raises ValueError, naming the file, for what cannot be read."""
+def read_chunks(path: Path, key: str | tuple[str, ...]) -> Iterator[Chunk]:
+    """The chunks of one input, in order; of tables the column `key`, or rows of the columns `key`.
+
+    Raises ValueError, naming the file, for what cannot be read.
+    """
     kind = format_of(path)
     if kind in ("parquet", "dataset"):
-        yield from _row_chunks(path, kind, text_key)
+        yield from _row_chunks(path, kind, key)
         return
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
@@ -127,16 +131,18 @@ def _decompress(raw: IO[bytes], path: Path) -> Any:
     return contextlib.nullcontext(raw)
 
 
-def _row_chunks(path: Path, kind: str, text_key: str) -> Iterator[Chunk]:
+def _row_chunks(path: Path, kind: str, key: str | tuple[str, ...]) -> Iterator[Chunk]:
     total, row, done = size_of(path), 0, 0
-    num_rows, batches = _open_parquet(path, text_key) if kind == "parquet" else _open_dataset(path, text_key)
-    for texts in batches:
+    columns = (key,) if isinstance(key, str) else key
+    num_rows, batches = _open_parquet(path, columns) if kind == "parquet" else _open_dataset(path, columns)
+    for rows in batches:
+        texts = rows if not isinstance(key, str) else [row[key] for row in rows]
         advanced = total * (row + len(texts)) // max(num_rows, 1)
         yield Chunk(kind="rows", path=str(path), texts=tuple(texts), first=row + 1, read=advanced - done)
         row, done = row + len(texts), advanced
 
 
-def _open_parquet(path: Path, text_key: str) -> tuple[int, Iterator[Sequence[Any]]]:
+def _open_parquet(path: Path, columns: tuple[str, ...]) -> tuple[int, Iterator[list[dict[str, Any]]]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -144,21 +150,32 @@ def _open_parquet(path: Path, text_key: str) -> tuple[int, Iterator[Sequence[Any
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-    _check_column(path, text_key, file.schema_arrow.names)
-    return file.metadata.num_rows, (batch.column(0).to_pylist() for batch in file.iter_batches(512, columns=[text_key]))
+    _check_columns(path, columns, file.schema_arrow.names)
+    return file.metadata.num_rows, (batch.to_pylist() for batch in file.iter_batches(512, columns=list(columns)))
 
 
-def _open_dataset(path: Path, text_key: str) -> tuple[int, Iterator[Sequence[Any]]]:
+def _open_dataset(path: Path, columns: tuple[str, ...]) -> tuple[int, Iterator[list[dict[str, Any]]]]:
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
-    _check_column(path, text_key, loaded.column_names)
-    return len(loaded), (batch[text_key] for batch in loaded.select_columns([text_key]).iter(512))
+    _check_columns(path, columns, loaded.column_names)
+    batches = loaded.select_columns(list(columns)).iter(512)
+    return len(loaded), ([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)] for batch in batches)
 
 
-def _check_column(path: Path, text_key: str, names: Sequence[str]) -> None:
-    if text_key not in names:
-        raise ValueError(f"{path} has no column {text_key!r}; it has {', '.join(names)}: set data.text_key")
+def _check_columns(path: Path, columns: Sequence[str], names: Sequence[str]) -> None:
+    for column in columns:
+        if column not in names:
+            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(names)}: {_hint(names)}")
+
+
+def _hint(names: Sequence[str]) -> str:
+    """What to set when a field is not there but `names` are."""
+    if "messages" in names:
+        return "set data.format=messages (data=chat)"
+    if {"prompt", "completion"} <= set(names):
+        return "set data.format=completion (data=instructions)"
+    return "set data.text_key, data.messages_key, or data.prompt_key and data.completion_key"
 
 
 def texts_of(chunk: Chunk, text_key: str) -> list[str]:
@@ -177,6 +194,23 @@ def texts_of(chunk: Chunk, text_key: str) -> list[str]:
     return texts
 
 
+def rows_of(chunk: Chunk, keys: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a chunk, each with where it stands (file and line or row) and its values of `keys`.
+
+    Raises ValueError for a file that has no rows, and for a row without one of the keys.
+    """
+    if chunk.kind == "rows":
+        return [(f"{chunk.path}: row {number}", row) for number, row in enumerate(chunk.texts, chunk.first)]
+    if chunk.kind == "text":
+        raise ValueError(f"{chunk.path}: data.format other than text needs rows: give jsonl or parquet files")
+    result = []
+    for number, line in enumerate(chunk.blob.split(b"\n"), chunk.first):
+        if line.strip():
+            row = _json_row(line, chunk.path, number, keys)
+            result.append((f"{chunk.path}:{number}", {key: row[key] for key in keys}))
+    return result
+
+
 def _decode(blob: bytes, path: str, first_line: int) -> str:
     try:
         return blob.decode("utf-8-sig" if first_line == 1 else "utf-8")
@@ -185,7 +219,7 @@ def _decode(blob: bytes, path: str, first_line: int) -> str:
         raise ValueError(f"{path}:{line}: not UTF-8 (byte {blob[error.start]:#04x}); convert the file, for instance with iconv") from error
 
 
-def _json_text(line: bytes, path: str, number: int, text_key: str) -> str:
+def _json_row(line: bytes, path: str, number: int, keys: Sequence[str]) -> dict[str, Any]:
     try:
         row = json.loads(_decode(line, path, number))
     except json.JSONDecodeError as error:
@@ -193,10 +227,16 @@ def _json_text(line: bytes, path: str, number: int, text_key: str) -> str:
         if line.lstrip()[:1] == b"[":
             hint = "a file that is one JSON array must be rewritten with one object a line"
         raise ValueError(f"{path}:{number}: not valid JSON ({error}): {hint}; it begins {line[:60]!r}") from error
-    if not isinstance(row, dict) or text_key not in row:
-        found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
-        raise ValueError(f"{path}:{number}: no field {text_key!r}, {found}; set data.text_key or correct the line")
-    text = row[text_key]
+    for key in keys:
+        if not isinstance(row, dict) or key not in row:
+            found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+            hint = _hint(list(row) if isinstance(row, dict) else [])
+            raise ValueError(f"{path}:{number}: no field {key!r}, {found}; {hint} or correct the line")
+    return row
+
+
+def _json_text(line: bytes, path: str, number: int, text_key: str) -> str:
+    text = _json_row(line, path, number, (text_key,))[text_key]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{path}:{number}: field {text_key!r} holds {type(text).__name__}, {NOT_TEXT}")
     return text or ""

@@ -21,29 +21,34 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paro_lm.data.conversation import RowEncoder, RowFormat
 from paro_lm.data.encoding import EncoderSpec, build_encoder, flatten
-from paro_lm.data.reading import Chunk, texts_of
+from paro_lm.data.reading import Chunk, rows_of, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """How documents become tokens: `eod` is appended to each unless None; `dtype` is the type of the token file."""
+    """How documents become tokens: `eod` is appended to each unless None; `dtype` is the type of the token file; `rows` says what
+    rows hold when they are not texts."""
 
     spec: EncoderSpec
     text_key: str
     eod: int | None
     dtype: str
+    rows: RowFormat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Tokens of a chunk: `lengths` per document, `ends` False if the last goes on in the next chunk, `skipped` empty documents."""
+    """Tokens of a chunk: `lengths` per document, `ends` False if the last goes on in the next chunk, `skipped` documents that are
+    empty or have nothing to train on. `mask` is 1 for tokens that carry loss, None where all do."""
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
     ends: bool
     skipped: int
     read: int
+    mask: NDArray[np.uint8] | None = None
 
 
 class ChunkEncoder:
@@ -51,14 +56,27 @@ class ChunkEncoder:
 
     def __init__(self, options: EncodeOptions) -> None:
         self._options, self._encode = options, build_encoder(options.spec)
+        self._rows = None if options.rows is None else RowEncoder(options.rows, self._encode, eod=options.eod)
 
     def __call__(self, batch: list[Chunk]) -> list[Encoded]:
-        """One result per chunk. A document without a visible character is skipped, and so is one that gives no tokens."""
+        """One result per chunk. A document without a visible character is skipped, and so is one that gives no tokens (or rows none
+        that carry loss).
+        """
+        if self._rows is not None:
+            return [self._encode_rows(chunk, self._rows) for chunk in batch]
         texts = [texts_of(chunk, self._options.text_key) for chunk in batch]
         kept = [[t for t in of_chunk if t.strip() or not _is_whole(chunk)] for chunk, of_chunk in zip(batch, texts, strict=True)]
         ids = iter(self._encode([text for of_chunk in kept for text in of_chunk]))
         rows = [[next(ids) for _ in of_chunk] for of_chunk in kept]
         return [self._result(chunk, len(before), after) for chunk, before, after in zip(batch, texts, rows, strict=True)]
+
+    def _encode_rows(self, chunk: Chunk, encoder: RowEncoder) -> Encoded:
+        rows = rows_of(chunk, encoder.format.keys)
+        pairs = [encoder(where, row) for where, row in rows]
+        kept = [(ids, mask) for ids, mask in pairs if any(mask[1:])]
+        tokens, lengths = flatten([ids for ids, _ in kept], np.dtype(self._options.dtype))
+        mask, _ = flatten([mask for _, mask in kept], np.dtype(np.uint8))
+        return Encoded(tokens=tokens, lengths=lengths, ends=True, skipped=len(rows) - len(kept), read=chunk.read, mask=mask)
 
     def _result(self, chunk: Chunk, num_texts: int, ids: list[list[int]]) -> Encoded:
         documents = [document for document in ids if document or not _is_whole(chunk)]

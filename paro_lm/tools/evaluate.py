@@ -68,6 +68,7 @@ def task(cfg: EvaluateConfig) -> int:
             vocab_size=restored.meta["vocab_size"],
             cache_dir=Path(data.cache_dir) / "index",
             shuffle=False,
+            packing=data.packing,
         )
         for prefix in prefixes
     ]

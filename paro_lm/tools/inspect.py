@@ -17,6 +17,7 @@ from paro_lm.data.tokenizer import Tokenizer, load_tokenizer
 
 NUM_DOCUMENTS = 3
 NUM_SAMPLES = 3
+NUM_RUNS = 6
 WIDTH = 100
 
 TOOL = Tool(
@@ -24,6 +25,7 @@ TOOL = Tool(
     description="show the documents and the first samples that a training run with the same options sees",
     examples=(
         "paro-inspect data.train='my/*.txt' seq_length=64",
+        "paro-inspect data=chat data.train='chats/*.jsonl' data.tokenizer=path/of/checkpoint seq_length=512",
         "paro-inspect data=documents data.train=data_cache/tokens-0123456789abcdef/all data.tokenizer=bytes",
     ),
 )
@@ -53,10 +55,21 @@ def describe_sample(i: int, dataset: TokenDataset, tokenizer: Tokenizer | None) 
         f"sample {i}: dataset {where.dataset}, epoch {where.epoch}, window {where.window}; "
         f"loss on {int(loss.sum())} of {len(loss)} tokens" + (f", {num_documents} documents" if sample.documents is not None else ""),
         f"  text: {_shorten(_decode(sample.tokens.tolist(), tokenizer), 4 * WIDTH)}",
+        *_trained_lines(sample, loss, tokenizer),
         f"  tokens: {_row(sample.tokens)}",
         f"  labels: {_row(sample.labels)}",
     ]
     return lines + _mask_lines(sample, loss)
+
+
+def _trained_lines(sample: Sample, loss: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
+    """The first runs of tokens that carry loss, each as text; nothing when (nearly) all do."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], loss, [False]]).astype(np.int8))).reshape(-1, 2)
+    ends = 0 if sample.documents is None else int(sample.documents[-1]) + 1
+    if int((~loss).sum()) <= ends:
+        return []
+    lines = [f"  trained on: {_shorten(_decode(sample.labels[start:stop].tolist(), tokenizer))}" for start, stop in edges[:NUM_RUNS]]
+    return [*lines, f"  ... and {len(edges) - NUM_RUNS} more runs"] if len(edges) > NUM_RUNS else lines
 
 
 def _mask_lines(sample: Sample, loss: np.ndarray) -> list[str]:
@@ -88,6 +101,9 @@ def _tokenizer_of(prepared: Prepared) -> Tokenizer | None:
 
 def run(cfg: Config) -> int:
     """Prepare (or find) the data of `cfg` and print it."""
+    from paro_lm.finetune import resolve
+
+    cfg = resolve(cfg)
     prepared = prepare(cfg.data, seed=cfg.seed)
     tokenizer = _tokenizer_of(prepared)
     print(f"tokenizer: {prepared.tokenizer}  {prepared.vocab_size} ids, end of document {prepared.eod}")
@@ -103,7 +119,9 @@ def run(cfg: Config) -> int:
         eod=prepared.eod,
         document_mask=cfg.data.document_mask,
         vocab_size=prepared.vocab_size,
+        packing=cfg.data.packing,
     )
+    print("\n".join(dataset.reports()), end="\n" if dataset.reports() else "")
     steps = dataset.samples_per_epoch / cfg.global_batch_size
     print(f"{dataset.samples_per_epoch:,} samples of {cfg.seq_length} tokens per epoch, {steps:,.1f} steps of {cfg.global_batch_size}")
     print(f"blend weights: {', '.join(f'{w:.4f}' for w in dataset.weights)}")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from paro_lm.data import order
-from paro_lm.data.dataset import IGNORE, SampleId, TokenDataset, TokenStream, mask_documents
+from paro_lm.data.dataset import IGNORE, SampleId, TokenDataset, mask_documents
 from paro_lm.data.indexed import IndexedWriter
 from paro_lm.data.order import ArrayCache, Blend, build_epoch, draw, fingerprint, first_window, num_samples, permutation, sample_index
+from paro_lm.data.streams import TokenStream
 
 
 def write(prefix: Path, documents: list[list[int]]) -> Path:
