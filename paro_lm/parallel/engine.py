@@ -399,6 +399,10 @@ class ShardingEngine:
 
     # ------------------------------------------------------------------ what others read
 
+    def buffers(self) -> list[UnitBuffer]:
+        """Every buffer, in the order of units."""
+        return [buffer for unit in self._units for buffer in unit.buffers]
+
     def trainable_buffers(self) -> list[UnitBuffer]:
         """Buffers of trainable parameters, in the order of units."""
         return [buffer for unit in self._units for buffer in unit.trainable]

@@ -64,6 +64,18 @@ def cell_of_unit(unit: str, default: Cell, overrides: Mapping[str, str]) -> Cell
     return result
 
 
+def advice(cells: Iterable[Cell]) -> str | None:
+    """The one warning about cells in use that the paper eliminates, each with the kept cell that needs less memory; None without any."""
+    eliminated = sorted({(str(cell), str(cell.dominating)) for cell in cells if not cell.is_kept})
+    if not eliminated:
+        return None
+    pairs = ", ".join(f"{cell} by {better}" for cell, better in eliminated)
+    return (
+        "sharding: optimizer states that are sharded more coarsely than parameters or gradients cost memory and save no bytes; "
+        f"dominated: {pairs}. Set parallel.sharding (or sharding_overrides) to the better one."
+    )
+
+
 @dataclass(frozen=True)
 class Step:
     """One collective of a transition: an operation over one axis, or over both data axes as one HO-Ring collective."""
