@@ -80,10 +80,10 @@ def open_run(cfg: Config) -> Run:
                 "choose another run_name, remove the folder, or continue it with checkpoint.resume=auto."
             )
         return Run(folder=folder, checkpoint=None, finished=False)
+    given = None if resume == "auto" else find_checkpoint(resume)
     own = latest_checkpoint(folder / "checkpoints")
-    if resume != "auto" and own is None:  # once this run has checkpoints of its own, they are newer than what it started from
-        checkpoint = find_checkpoint(resume)
-        return Run(folder=folder, checkpoint=checkpoint, finished=False, step=int(read_meta(checkpoint)["step"]))
+    if given is not None and own is None:  # once this run has checkpoints of its own, they are newer than what it started from
+        return Run(folder=folder, checkpoint=given, finished=False, step=int(read_meta(given)["step"]))
     if own is None:
         return Run(folder=folder, checkpoint=None, finished=False)
     step = int(read_meta(own)["step"])

@@ -17,6 +17,7 @@ from paro_lm.model.validate import check_model
 from paro_lm.optim.schedule import ramp_problems
 from paro_lm.parallel.sharding import ALIASES, Cell
 from paro_lm.parallel.stages import ZERO_BUBBLE, layout_problems
+from paro_lm.trackers import tracker_problems
 
 # What the schema names and the engine cannot do yet. Whoever adds a feature deletes its line.
 NOT_SUPPORTED_YET: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
@@ -176,6 +177,8 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     optim = cfg.optim
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr: must not exceed optim.lr, got {optim.min_lr} > {optim.lr}"
+    if optim.decay_steps and optim.schedule in ("constant", "inverse_sqrt"):
+        yield f"optim.decay_steps: {optim.decay_steps} has no effect with optim.schedule={optim.schedule}; leave it null"
     for name in ("beta1", "beta2"):
         if getattr(optim, name) >= 1:
             yield f"optim.{name}: must be below 1, got {getattr(optim, name)}"
@@ -194,8 +197,9 @@ def _schedule(cfg: Config) -> Iterator[str]:
 
 def _logging(cfg: Config) -> Iterator[str]:
     steps = cfg.logging.profile_steps
-    if steps and not (len(steps) == 2 and 0 <= steps[0] <= steps[1] <= cfg.steps):
-        yield f"logging.profile_steps: must be [first, last] with 0 <= first <= last <= steps={cfg.steps}, got {steps}"
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= cfg.steps):
+        yield f"logging.profile_steps: must be [first, last] with 1 <= first <= last <= steps={cfg.steps}, got {steps}"
+    yield from tracker_problems(cfg.logging)
 
 
 def _sharding(cfg: Config) -> Iterator[str]:

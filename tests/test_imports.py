@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "paro_lm"
 ALLOWED = {
     "config": set(),
     "overrides": set(),
-    "validation": {"model.validate", "model.trainable", "optim.schedule", "parallel.sharding", "parallel.stages"},
+    "validation": {"model.validate", "model.trainable", "optim.schedule", "parallel.sharding", "parallel.stages", "trackers"},
     "cli": {"overrides", "validation", "logs"},
     "train": {"cli", "trainer", "validation"},
     "distributed": set(),
