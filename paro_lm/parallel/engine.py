@@ -34,7 +34,7 @@ from paro_lm.parallel.queue import make_queue
 from paro_lm.parallel.seams import Seams
 from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.unit_buffer import Dtypes, UnitBuffer
-from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, build_units
+from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, UnitBuilder
 
 MAX_PENDING_REDUCTIONS = 2
 """Units whose whole-sized gradients may wait for the network at a time; backward waits for older ones."""
@@ -73,27 +73,29 @@ class ShardingEngine:
         self._prefetch = overlap
         self._gathers = make_queue(mesh.device, overlap=overlap, name="paro-gather")
         self._reductions = make_queue(mesh.device, overlap=overlap, name="paro-reduce")
-        self._stages = build_units(
-            model,
-            _per_stage(units),
-            cells if callable(cells) else lambda name: cells,
-            self.dtypes,
-            mesh,
+        self._builder = UnitBuilder(
+            model=model,
+            cell_of=cells if callable(cells) else lambda name: cells,
+            dtypes=self.dtypes,
+            mesh=mesh,
             specs=specs,
-            value_of=value_of,
             shared=self.seams.shared,
         )
+        self._stages = self._builder.build(_per_stage(units), value_of)
         self._units = [unit for stage in self._stages for unit in stage.units]
         self._pending: list[RuntimeUnit] = []
         self._held = False
-        self._used = {slot.name: False for buffer in self.trainable_buffers() for slot in buffer.layout.slots}
         for unit in self._units:
-            self._install(unit)
+            for position, module in enumerate(unit.modules):
+                module.register_forward_pre_hook(self._before_forward(unit, position), prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._after_forward(unit, position == len(unit.modules) - 1))
+            self._watch_gradients(unit)
+        self._used = self._none_used()
 
-    def _install(self, unit: RuntimeUnit) -> None:
-        for position, module in enumerate(unit.modules):
-            module.register_forward_pre_hook(self._before_forward(unit, position), prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward(unit, position == len(unit.modules) - 1))
+    def _none_used(self) -> dict[str, bool]:
+        return {slot.name: False for buffer in self.trainable_buffers() for slot in buffer.layout.slots}
+
+    def _watch_gradients(self, unit: RuntimeUnit) -> None:
         for buffer in unit.trainable:
             for slot in buffer.layout.slots:
                 unit.parameters[slot.name].register_post_accumulate_grad_hook(self._after_gradient(unit, buffer, slot))
@@ -140,7 +142,7 @@ class ShardingEngine:
                 return
             recomputing = unit.state is State.BACKWARD
             if position == 0 and not recomputing:
-                self._check_order(unit)
+                unit.stage.enter(unit)
             self._unshard(unit)
             if not recomputing:
                 unit.state = State.FORWARD
@@ -180,16 +182,10 @@ class ShardingEngine:
 
         return hook
 
-    def _check_order(self, unit: RuntimeUnit) -> None:
-        """Ranks gather in the order of units, so a unit that one of them leaves out would make the others wait for ever."""
-        stage = unit.stage
-        if unit.position > stage.last_called + 1:
-            _refuse_skipped(stage.units[stage.last_called + 1 : unit.position])
-        stage.last_called = unit.position
-
     # ------------------------------------------------------------------ backward
 
     def _before_backward(self, unit: RuntimeUnit, micro_batch: int | None) -> None:
+        unit.stage.check_complete()
         unit.state = State.BACKWARD
         self._unshard(unit)
         if self._prefetch and unit.position > 0:
@@ -220,6 +216,11 @@ class ShardingEngine:
     def _take_gradient(self, unit: RuntimeUnit, buffer: UnitBuffer, slot: Slot, gradient: torch.Tensor) -> None:
         assert unit.stage.is_last_backward is not None, "backward outside `with engine.micro_batch(last=...)`"
         assert buffer.grad is not None
+        if unit.position >= unit.stage.cursor:
+            raise ValueError(
+                f"a second backward gave {slot.name} a gradient after the first one's were on their way; "
+                "enter `with engine.micro_batch(last=...)` anew for every backward."
+            )
         if buffer.cell.grad:
             target, first = buffer.begin_reduction(), slot.name not in unit.written
         else:
@@ -286,10 +287,9 @@ class ShardingEngine:
     def forward_pass(self, stage: int, micro_batch: int | None) -> Iterator[None]:
         """Around the forward of one micro-batch through one stage."""
         current = self._stages[stage]
-        current.forward_of, current.last_called = micro_batch, -1
+        current.begin_forward(micro_batch)
         yield
-        if current.last_called >= 0:
-            _refuse_skipped(current.units[current.last_called + 1 :])
+        current.end_forward()
 
     @contextmanager
     def backward_pass(self, stage: int, micro_batch: int | None, *, last: bool) -> Iterator[None]:
@@ -397,6 +397,29 @@ class ShardingEngine:
             for unit in self._units:
                 self._reshard(unit)
 
+    def set_trainable(self, trainable: Callable[[str], bool]) -> None:
+        """Freeze or unfreeze parameters, by name, between steps; a collective call, with the same answer for a name on every rank.
+
+        Values stay, and cells: units that change get new buffers, and the model new `nn.Parameter`s there. A parameter that was
+        frozen has main parameters from now on; one that is frozen keeps its main value, rounded to the parameter type. Make a new
+        optimizer afterwards: the old one updates buffers that are gone.
+        """
+        self.wait()
+        assert not self._pending and all(buffer.finished is None for buffer in self.trainable_buffers()), "only between steps"
+        for unit in self._units:
+            if all(parameter.requires_grad is trainable(name) for name, parameter in unit.parameters.items()):
+                continue
+            values: dict[str, torch.Tensor] = {}
+
+            def gather(unit: RuntimeUnit = unit, values: dict[str, torch.Tensor] = values) -> None:
+                for buffer in unit.buffers:
+                    values.update(buffer.whole_values(self._gather_collectives))
+
+            self._gathers.submit(gather).wait()
+            self._builder.rebuild(unit, trainable, values)
+            self._watch_gradients(unit)
+        self._used = self._none_used()
+
     # ------------------------------------------------------------------ what others read
 
     def buffers(self) -> list[UnitBuffer]:
@@ -456,12 +479,3 @@ def _when_all_have_gradients(tensors: Sequence[torch.Tensor], done: Callable[[],
     if len(tensors) == 1:  # works for leaves under autograd.grad too, which split backwards use
         return tensors[0].register_hook(lambda grad: done())
     return torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: done(), mode="all")
-
-
-def _refuse_skipped(units: Sequence[RuntimeUnit]) -> None:
-    skipped = [unit.name for unit in units if unit.is_sharded]
-    if skipped:
-        raise ValueError(
-            f"forward did not use {', '.join(skipped)}, whose parameters are sharded: the other ranks gather them and would wait "
-            f"for ever. Use every unit in every forward, or give these units a cell with p = N (parallel.sharding_overrides)."
-        )

@@ -68,9 +68,14 @@ class RuntimeUnit:
     reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
-        self.trainable = [buffer for buffer in self.buffers if buffer.trainable]
+        self.hold(self.buffers, self.parameters)
+
+    def hold(self, buffers: list[UnitBuffer], parameters: dict[str, nn.Parameter]) -> None:
+        """Use these buffers and the parameters that are views of them."""
+        self.buffers, self.parameters = buffers, parameters
+        self.trainable = [buffer for buffer in buffers if buffer.trainable]
         self.num_trainable = sum(len(buffer.layout.slots) for buffer in self.trainable)
-        self.is_sharded = any(buffer.cell.param for buffer in self.buffers)
+        self.is_sharded = any(buffer.cell.param for buffer in buffers)
 
     @property
     def is_unsharded(self) -> bool:
@@ -82,68 +87,116 @@ class Stage:
     """Units that one forward runs through, in order, and the passes that are under way. Without pipelines there is one."""
 
     units: list[RuntimeUnit] = field(default_factory=list)
+    in_forward: bool = False
+    """Whether a forward of a training step runs; others (evaluation) begin with the first unit."""
     forward_of: int | None = None
     """Micro-batch of the running forward."""
-    last_called: int = -1
-    """Position of the unit that the running forward called last."""
+    furthest: int = -1
+    """Last position up to which the running forward has called units."""
     backward_of: int | None = None
     is_last_backward: bool | None = None
     """Whether the running backward is the step's last of this stage; None outside of a backward."""
     cursor: int = 0
     """Units from this position on have had their reduction issued in the running backward."""
 
+    def begin_forward(self, micro_batch: int | None) -> None:
+        self.in_forward, self.forward_of, self.furthest = True, micro_batch, -1
 
-def build_units(
-    model: nn.Module,
-    stages: Sequence[Sequence[Unit]],
-    cell_of: Callable[[str], Cell],
-    dtypes: Dtypes,
-    mesh: ParallelMesh,
-    *,
-    specs: Mapping[str, ParameterSpec] | None,
-    value_of: Callable[[str], torch.Tensor] | None,
-    shared: frozenset[str] = frozenset(),
-) -> list[Stage]:
-    """Put the parameters of every unit into flat buffers and replace them in the model by views.
+    def end_forward(self) -> None:
+        self.check_complete()
+        self.in_forward = False
+
+    def enter(self, unit: RuntimeUnit) -> None:
+        """Forward calls a unit. Raises ValueError when sharded ones before it were left out."""
+        if unit.position == 0 and not self.in_forward:
+            self.furthest = -1
+        if unit.position > self.furthest + 1:
+            _refuse_skipped(self.units[self.furthest + 1 : unit.position])
+        self.furthest = max(self.furthest, unit.position)
+
+    def check_complete(self) -> None:
+        """The running forward is over. Raises ValueError when it left out sharded units at the end."""
+        if self.in_forward and self.furthest >= 0:
+            _refuse_skipped(self.units[self.furthest + 1 :])
+
+
+def _refuse_skipped(units: Sequence[RuntimeUnit]) -> None:
+    # Ranks gather in the order of units: one that a rank leaves out would make the others wait for ever.
+    skipped = [unit.name for unit in units if unit.is_sharded]
+    if skipped:
+        raise ValueError(
+            f"forward did not use {', '.join(skipped)}, whose parameters are sharded: the other ranks gather them and would wait "
+            f"for ever. Use every unit in every forward, or give these units a cell with p = N (parallel.sharding_overrides)."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBuilder:
+    """Puts parameters of the model into flat buffers and replaces them by views.
 
     A unit has one buffer for trainable, one for frozen, and one for `shared` parameters (those that another stage holds too, whose
-    layout must not depend on what else the unit holds). A parameter belongs to the first unit that lists it.
+    layout must not depend on what else the unit holds).
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    homes = _homes(model)
-    owned: set[int] = set()
-    result = []
-    for units in stages:
-        stage = Stage()
-        for position, unit in enumerate(units):
-            parameters = {names[id(p)]: p for p in unit.parameters() if id(p) not in owned}
-            owned.update(map(id, parameters.values()))
-            buffers, installed = [], {}
-            for chosen in _split(parameters, shared):
-                layout = FlatLayout.build([_box(name, p, specs) for name, p in chosen.items()], mesh.shape)
-                trainable = next(iter(chosen.values())).requires_grad
-                buffer = UnitBuffer(layout, cell_of(unit.name), dtypes, mesh, trainable=trainable)
-                buffer.load(value_of or (lambda name, parameters=chosen: parameters[name].detach()))  # type: ignore[misc]
-                buffer.allocate_full()
-                for name, view in zip(chosen, buffer.views(), strict=True):
-                    installed[name] = _replace(homes[id(chosen[name])], nn.Parameter(view, requires_grad=trainable))
-                buffer.free_full()
-                buffers.append(buffer)
-            stage.units.append(
-                RuntimeUnit(
-                    name=unit.name,
-                    modules=unit.modules,
-                    cell=cell_of(unit.name),
-                    stage=stage,
-                    position=position,
-                    buffers=buffers,
-                    parameters=installed,
+
+    model: nn.Module
+    cell_of: Callable[[str], Cell]
+    dtypes: Dtypes
+    mesh: ParallelMesh
+    specs: Mapping[str, ParameterSpec] | None = None
+    shared: frozenset[str] = frozenset()
+
+    def build(self, stages: Sequence[Sequence[Unit]], value_of: Callable[[str], torch.Tensor] | None) -> list[Stage]:
+        """Units of all stages with their first values: from `value_of(name)`, or those that the parameters have.
+
+        A parameter belongs to the first unit that lists it.
+        """
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        owned: set[int] = set()
+        result = []
+        for units in stages:
+            stage = Stage()
+            for position, unit in enumerate(units):
+                parameters = {names[id(p)]: p for p in unit.parameters() if id(p) not in owned}
+                owned.update(map(id, parameters.values()))
+                buffers, installed = self._install(unit.name, parameters, value_of)
+                stage.units.append(
+                    RuntimeUnit(
+                        name=unit.name,
+                        modules=unit.modules,
+                        cell=self.cell_of(unit.name),
+                        stage=stage,
+                        position=position,
+                        buffers=buffers,
+                        parameters=installed,
+                    )
                 )
-            )
-        result.append(stage)
-    left = sorted(name for key, name in names.items() if key not in owned)
-    assert not left, f"parameters outside all units: {left}"
-    return result
+            result.append(stage)
+        left = sorted(name for key, name in names.items() if key not in owned)
+        assert not left, f"parameters outside all units: {left}"
+        return result
+
+    def rebuild(self, unit: RuntimeUnit, trainable: Callable[[str], bool], values: Mapping[str, torch.Tensor]) -> None:
+        """Give a unit new buffers with these values, where `trainable(name)` says which parameters get gradients."""
+        for name, parameter in unit.parameters.items():
+            parameter.requires_grad_(trainable(name))
+        unit.hold(*self._install(unit.name, unit.parameters, values.__getitem__))
+
+    def _install(
+        self, unit: str, parameters: dict[str, nn.Parameter], value_of: Callable[[str], torch.Tensor] | None
+    ) -> tuple[list[UnitBuffer], dict[str, nn.Parameter]]:
+        homes = _homes(self.model)
+        buffers, installed = [], {}
+        for chosen in _split(parameters, self.shared):
+            layout = FlatLayout.build([_box(name, p, self.specs) for name, p in chosen.items()], self.mesh.shape)
+            trainable = next(iter(chosen.values())).requires_grad
+            buffer = UnitBuffer(layout, self.cell_of(unit), self.dtypes, self.mesh, trainable=trainable)
+            buffer.load(value_of or (lambda name, parameters=chosen: parameters[name].detach()))  # type: ignore[misc]
+            buffer.allocate_full()
+            for name, view in zip(chosen, buffer.views(), strict=True):
+                installed[name] = _replace(homes[id(chosen[name])], nn.Parameter(view, requires_grad=trainable))
+            buffer.free_full()
+            buffers.append(buffer)
+        return buffers, {name: installed[name] for name in parameters}
 
 
 def _split(parameters: dict[str, nn.Parameter], shared: frozenset[str]) -> list[dict[str, nn.Parameter]]:
