@@ -24,6 +24,7 @@ from paro_lm.parallel.sharding import Cell, cell_of_unit
 from paro_lm.parallel.stages import num_stages, split_by_cost, split_layers, stages_of_rank
 from paro_lm.parallel.tensor import TensorParallel
 from paro_lm.parallel.unit_buffer import Dtypes
+from paro_lm.parallel.verified import is_verified
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = "embedding.tokens.weight"
@@ -124,10 +125,16 @@ def build_engine(
 ) -> ShardingEngine:
     """Put the model's parameters into their placements; their first values follow from (seed, name), or come from `value_of`."""
     default = Cell.parse(cfg.parallel.sharding)
+    verified = cfg.parallel.collectives == "auto" and mesh.device.type != "cpu" and is_verified(mesh, "nccl")
 
     def grid() -> GridCollectives:
         return GridCollectives(
-            mesh, algorithm=cfg.parallel.collectives, chunk_bytes=cfg.parallel.chunk_bytes, ledger=ledger, device=mesh.device
+            mesh,
+            algorithm=cfg.parallel.collectives,
+            chunk_bytes=cfg.parallel.chunk_bytes,
+            ledger=ledger,
+            device=mesh.device,
+            verified=verified,
         )
 
     engine = ShardingEngine(

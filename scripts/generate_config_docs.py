@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paro_lm.config import Config, field_types, is_section
-from paro_lm.tools import calibrate, evaluate, export, generate, plan, reproduce
+from paro_lm.tools import calibrate, doctor, evaluate, export, generate, plan, reproduce
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 HEAD = """# Configuration
@@ -62,7 +62,7 @@ def render() -> str:
     """The whole page."""
     lines = section(Config, "Run", "")
     lines += section(plan.PlanToolOptions, f"`{plan.TOOL.name}`, beside the options of a run", "plan.")
-    for tool in (reproduce.TOOL, calibrate.TOOL, generate.TOOL, evaluate.TOOL, export.TOOL):
+    for tool in (reproduce.TOOL, calibrate.TOOL, doctor.TOOL, generate.TOOL, evaluate.TOOL, export.TOOL):
         lines += section(tool.schema, f"`{tool.name}`", "")
     return HEAD + "\n".join(lines) + "\n"
 

@@ -1,0 +1,6 @@
+"""The console command paro-doctor, from a checkout."""
+
+from paro_lm.tools.doctor import main
+
+if __name__ == "__main__":
+    main()
