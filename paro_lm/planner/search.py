@@ -136,9 +136,10 @@ class Evaluator:
 
     def memory(self, cells: Sequence[Cell] | Cell, profiles: list[UnitProfile] | None = None) -> RankMemory:
         """Peak of the fullest stage."""
-        return max((self._stage_memory(cells, stage, profiles or own) for stage, own in self.stages), key=lambda memory: memory.total)
+        return max((self.stage_memory(cells, stage, profiles or own) for stage, own in self.stages), key=lambda memory: memory.total)
 
-    def _stage_memory(self, cells: Sequence[Cell] | Cell, stage: int, profiles: list[UnitProfile]) -> RankMemory:
+    def stage_memory(self, cells: Sequence[Cell] | Cell, stage: int, profiles: list[UnitProfile]) -> RankMemory:
+        """Peak of a rank at pipeline position `stage` that holds `profiles`."""
         parallel = self.cfg.parallel
         held = in_flight(
             parallel.schedule,
@@ -160,9 +161,10 @@ class Evaluator:
 
     def time(self, cells: Sequence[Cell] | Cell, work: list[UnitWork] | None = None) -> StepTime:
         """Step of the slowest stage."""
-        return max((self._stage_time(cells, work or own) for own in self.work), key=lambda time: time.total)
+        return max((self.stage_time(cells, work or own) for own in self.work), key=lambda time: time.total)
 
-    def _stage_time(self, cells: Sequence[Cell] | Cell, work: list[UnitWork]) -> StepTime:
+    def stage_time(self, cells: Sequence[Cell] | Cell, work: list[UnitWork]) -> StepTime:
+        """Step of the rank that does `work`."""
         each = [cells] * len(work) if isinstance(cells, Cell) else list(cells)
         width = self.element.param * self.batch.tokens * self.cfg.model.hidden_size
         shards = self.layout.shape.tp if self.layout.sequence_parallel else 1
@@ -281,7 +283,7 @@ def _layouts(
                                 micro_batch_size=micro,
                                 accumulation=cfg.global_batch_size // (micro * dp),
                                 checkpointing=mode,
-                                sequence_parallel=tp > 1 and cfg.seq_length % tp == 0,
+                                sequence_parallel=_sequence_parallel(cfg, tp),
                             ),
                             costs,
                             vocab,
@@ -289,6 +291,11 @@ def _layouts(
                         )
                         for mode in modes
                     ]
+
+
+def _sequence_parallel(cfg: Config, tp: int) -> bool:
+    """As the config says for its own tp; else wherever it is possible, since it only saves."""
+    return cfg.parallel.sequence_parallel if tp == cfg.parallel.tp else cfg.seq_length % tp == 0
 
 
 def _powers(limit: int) -> list[int]:
