@@ -79,6 +79,38 @@ def cost_table(_: Constants) -> ResultTable:
     return ResultTable(name="costs", title="The four cost terms, 7B full", label="modelled", header=header, rows=rows)
 
 
+FORMULAS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("t_param", "N", "NNN", "param", "0"),
+    ("t_param", "I", "III", "param", "2 (m-1)/m V/B'"),
+    ("t_param", "G", "GGG", "param", "2 (n-1)/n V/B"),
+    ("t_gradient", "N", "NNN", "gradient", "0"),
+    ("t_gradient", "I", "III", "gradient", "(m-1)/m V'/B'"),
+    ("t_gradient", "G", "GGG", "gradient", "(n-1)/n V'/B"),
+    ("t_sync_g", "NN", "NNN", "sync_g", "2 (n-1)/n V'/B"),
+    ("t_sync_g", "NI", "NNI", "sync_g", "(m-1)/m V'/B' + 2 (g-1)/g (V'/m)/B"),
+    ("t_sync_g", "NG", "NNG", "sync_g", "(n-1)/n V'/B"),
+    ("t_sync_g", "II", "III", "sync_g", "2 (g-1)/g (V'/m)/B"),
+    ("t_sync_g", "IG", "IIG", "sync_g", "(g-1)/g (V'/m)/B"),
+    ("t_sync_g", "GG", "GGG", "sync_g", "0"),
+    ("t_sync_p", "NN, II, GG", "III", "sync_p", "0"),
+    ("t_sync_p", "NI", "NNI", "sync_p", "(m-1)/m V'/B'"),
+    ("t_sync_p", "NG", "NNG", "sync_p", "(n-1)/n V'/B"),
+    ("t_sync_p", "IG", "IIG", "sync_p", "(g-1)/g (V'/m)/B"),
+)
+"""Term, letters (of p, of g, of g and os, of p and os), a cell that has them, its field, the formula."""
+
+
+def formulas_table(_: Constants) -> ResultTable:
+    """The four cost tables by letters: the formula, and its value for 7B full."""
+    rows: list[Row] = []
+    for term, letters, cell, name, formula in FORMULAS:
+        time = paper_time(Cell.parse(cell), cluster_of(paper.RANKS), num_params=7e9, accumulation=1)
+        rows.append((term, letters, formula, f"{getattr(time, name):.4f}"))
+    notes = ("V = 16 Psi bits, V' = 16 Psi' bits (trainable), n ranks in g groups of m, B between groups, B' inside one.",)
+    header = ("term", "letters", "formula", "s, 7B full")
+    return ResultTable(name="formulas", title="The four cost tables", label="modelled", header=header, rows=rows, notes=notes)
+
+
 def guideline_table(_: Constants) -> ResultTable:
     """Ranking of the guideline per setting beside R13."""
     rows: list[Row] = []
@@ -235,6 +267,7 @@ def batch_table(constants: Constants) -> ResultTable:
 TABLES: dict[str, Callable[[Constants], ResultTable]] = {
     "cells": cells_table,
     "memory": memory_table,
+    "formulas": formulas_table,
     "costs": cost_table,
     "guideline": guideline_table,
     "throughput": throughput_table,

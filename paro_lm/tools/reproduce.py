@@ -101,6 +101,9 @@ def _draw_scaling(table: ResultTable, path: Path) -> None:
         )
     axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", linestyle=":", label="perfect")
     axes.set(xlabel="ranks", ylabel="speed-up over 16 ranks", title=table.title, xscale="log", yscale="log")
+    axes.set_xticks(ranks, [str(count) for count in ranks], minor=False)
+    axes.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.minorticks_off()
     _save(figure, axes, path)
 
 

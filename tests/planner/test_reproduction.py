@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,6 +84,15 @@ def test_orders_are_those_of_the_text() -> None:
 def test_ring_gains_on_bandwidth_alone_are_those_of_the_method() -> None:
     gains = {ranks: round(100 * (1 - ho / flat), 1) for ranks in (16, 32, 64, 128) for flat, ho in [ring_seconds(ranks, 1e12, FREE)]}
     assert gains == pytest.approx({16: 46.7, 32: 22.6, 64: 11.1, 128: 5.5}, abs=2.0)  # HO-Ring's last round inside the node is not free
+
+
+def test_the_cost_tables_are_the_formulas_as_printed() -> None:
+    """Every printed formula, evaluated as it is written, equals the value beside it (four decimals)."""
+    values = {"V'": 112e9, "V": 112e9, "B'": 2000e9, "B": 80e9, "n": 32, "m": 8, "g": 4}
+    for term, letters, formula, shown in reproduce(["formulas"])[0].rows:
+        text = re.sub(r"(?<=[\w')]) (?=[(V])", " * ", str(formula))
+        text = re.sub(r"[VB]'?|[nmg]", lambda match: str(values[match[0]]), text)
+        assert eval(text) == pytest.approx(float(str(shown)), abs=5.1e-5), (term, letters, text)
 
 
 def test_every_table_is_made_and_unknown_ones_are_refused() -> None:
