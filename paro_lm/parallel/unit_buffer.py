@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paro_lm.parallel.buffer import FlatLayout, Segment
+from paro_lm.parallel.buffer import FlatLayout, FlatShard, Segment, flat_shard
 from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
 from paro_lm.parallel.sharding import Cell, Placement, Step, accumulate_steps, finish_steps, publish_steps, transition, unshard_steps
@@ -42,7 +42,8 @@ class UnitBuffer:
         self.layout, self.dtypes, self.trainable = layout, dtypes, trainable
         self.cell = Cell(cell.param & live, cell.grad & live, cell.main & live)
         self._accumulate, self._finish, self._publish, self._unshard = (
-            [live_step for step in steps(self.cell) if (live_step := _live(step, live)).axes] for steps in (accumulate_steps, finish_steps, publish_steps, unshard_steps)
+            [live_step for step in steps(self.cell) if (live_step := _live(step, live)).axes]
+            for steps in (accumulate_steps, finish_steps, publish_steps, unshard_steps)
         )
         self.mesh, self.coordinates = mesh, mesh.coordinates(mesh.rank)
         self.gaps = layout.gaps()
@@ -197,6 +198,16 @@ class UnitBuffer:
         for step in transition(placement, NOWHERE):
             collectives.all_gather(whole, own, step.axes)
         return {slot.name: whole[slot.start : slot.stop] for slot in self.layout.slots}
+
+    def parameter_shards(self) -> dict[str, FlatShard]:
+        """What a checkpoint holds: main parameters of trainable ones, parameters of frozen ones, by name."""
+        shard, placement = (self.param, self.cell.param) if self.main is None else (self.main, self.cell.main)
+        return {segment.slot.name: flat_shard(segment, shard) for segment in self.segments(placement)}
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of resting state; `shared` is what param and main are both, in one buffer."""
+        grad, main = (0 if buffer is None else buffer.nbytes for buffer in (self.grad, self.main))
+        return {"param": self.param.nbytes, "grad": grad, "main": main, "shared": main if self.main is self.param else 0}
 
     def drop_gradients(self) -> None:
         """Forget the finished sums of a step; the next micro-batch starts a new accumulation."""
