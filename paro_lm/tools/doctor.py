@@ -174,29 +174,40 @@ def _rendezvous(cfg: DoctorConfig, report: Report, rank: int, world_size: int, b
 
     master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     limit = timedelta(seconds=cfg.stage_seconds)
+    whose = f"rank {rank} of {world_size} ({socket.gethostname()})"
+    known = reach.interfaces()
+    interface, address = reach.chosen(backend, known, master)
     try:
         base, _, _ = next(rendezvous("env://", rank, world_size, timeout=limit))
         store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
         store.set_timeout(limit)
-        known = reach.interfaces()
-        interface, address = reach.chosen(backend, known, master)
-        listener = reach.Listener(address)
-        own = reach.Endpoint(
-            rank=rank,
-            host=socket.gethostname(),
-            node=int(os.environ.get("GROUP_RANK", "0")),
-            variable=reach.variable_of(backend),
-            interface=interface,
-            address=address,
-            port=listener.port,
-            others=known,
-        )
-        endpoints = reach.publish(store, world_size, own)
     except (RuntimeError, OSError) as error:
         raise StageError(
-            f"stage rendezvous failed on rank {rank} of {world_size} ({socket.gethostname()}): {error}\n"
-            f"  every rank must be started, and reach {master[0]}:{master[1]} (MASTER_ADDR, MASTER_PORT, a port that no firewall closes)"
+            f"stage rendezvous failed on {whose}: {error}\n  every rank must be started, and reach {master[0]}:{master[1]} "
+            "(MASTER_ADDR, MASTER_PORT, a port that no firewall closes)"
         ) from error
+    try:
+        listener = reach.Listener(address)
+    except OSError as error:
+        variable = reach.variable_of(backend)
+        raise StageError(
+            f"{whose} would offer {address}, which is not an address of its own ({error}); set {variable} to one of {_listed(known)}"
+        ) from error
+    own = reach.Endpoint(
+        rank=rank,
+        host=socket.gethostname(),
+        node=int(os.environ.get("GROUP_RANK", "0")),
+        variable=reach.variable_of(backend),
+        interface=interface,
+        address=address,
+        port=listener.port,
+        others=known,
+    )
+    try:
+        endpoints = reach.publish(store, world_size, own)
+    except RuntimeError as error:
+        missing = ", ".join(str(other) for other in range(world_size) if not store.check([f"endpoint/{other}"]))
+        raise StageError(f"stage rendezvous failed on {whose}: ranks {missing} did not come within {cfg.stage_seconds:g} s") from error
     stages = Stages(store, endpoints=endpoints, rank=rank, timeout=cfg.stage_seconds, backend=backend, master=master[0])
     with stages.run("reach"):
         failed = {str(peer): why for peer, why in reach.try_peers(endpoints, rank, min(5.0, cfg.stage_seconds / 4)).items()}

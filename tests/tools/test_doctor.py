@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro_lm.cli import load
 from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.verified import is_verified, remember, verified_path
@@ -83,6 +84,17 @@ def test_the_interface_is_the_one_of_the_variable(monkeypatch: pytest.MonkeyPatc
     assert reach.chosen("nccl", known, ("127.0.0.1", 1)) == ("eth0", "10.0.0.5")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     assert reach.chosen("nccl", known, ("127.0.0.1", 1)) == ("lo", "127.0.0.1")
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    """Rank 0 alone, with a store as torchrun makes it: the launcher holds it."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    command = [sys.executable, "-m", "paro_lm.tools.doctor", "stage_seconds=1.5", "device=cpu"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "ranks 1, 2 did not come within 1.5 s" in done.stderr
 
 
 def test_peers_of_large_worlds_are_few_and_reach_everybody() -> None:
@@ -166,6 +178,17 @@ def _remembered(rank: int, world_size: int, folder: str) -> Any:
     remember(mesh, "nccl")
     remember(mesh, "gloo")
     return before, is_verified(mesh, "nccl"), is_verified(mesh, "gloo")
+
+
+def test_options_compose_and_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load([], tool=doctor.TOOL) == DoctorConfig()
+    assert doctor.task(DoctorConfig(folder=str(tmp_path / "new"))) == 0
+    (tmp_path / "file").write_text("")
+    assert doctor.task(DoctorConfig(folder=str(tmp_path / "file" / "below"))) == 1
+    output = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in output
+    assert "lo 127.0.0.1" in output
+    assert "PROBLEM: folder=" in output
 
 
 def test_a_damaged_file_verifies_nothing_and_is_replaced(tmp_path: Path) -> None:
