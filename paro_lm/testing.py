@@ -41,7 +41,10 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
             pipes.append(receive)
             processes.append(process)
         try:
-            return _collect(pipes, processes, timeout)
+            results = _collect(pipes, processes, timeout)
+            for process in processes:
+                process.join(timeout=10.0)
+            return results
         finally:
             for process in processes:
                 if process.is_alive():
