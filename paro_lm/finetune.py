@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from paro_lm.config import Config, ConfigError, FinetuneConfig, ModelConfig
+from paro_lm.data.dataset import open_dataset
+from paro_lm.data.prepare import prepare
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.hf.config import model_from_hf, read_json
 from paro_lm.model.hf.hub import HUB, hf_folder
@@ -21,6 +23,7 @@ from paro_lm.model.lora import add_adapters, is_adapter
 from paro_lm.model.spec import ParameterSpec, initial_value
 from paro_lm.model.trainable import trainable_in, trains_all, unmatched
 from paro_lm.model.transformer import Transformer
+from paro_lm.validation import validate
 
 OF_THE_RUN = ("init_from", "dropout", "vocab_divisor")
 """Model options that the folder never decides."""
@@ -67,6 +70,31 @@ def _merged(mine: ModelConfig, theirs: ModelConfig) -> ModelConfig:
     return replace(theirs, **chosen)
 
 
+def complete(cfg: Config, *, world_size: int, local_world_size: int) -> Config:
+    """The config with everything that `model.init_from` and the data decide filled in, and checked.
+
+    Prepares the data when `epochs` is given. Raises ConfigError with all problems that only show now.
+    """
+    if cfg.model.init_from is None and cfg.epochs is None:
+        return cfg
+    cfg = resolve(cfg)
+    if cfg.epochs is not None:
+        prepared = prepare(cfg.data, seed=cfg.seed)
+        dataset = open_dataset(
+            cfg, prepared.train, eod=prepared.eod, vocab_size=max(cfg.model.vocab_size or 0, prepared.vocab_size), weights=cfg.data.weights
+        )
+        cfg = with_steps(cfg, dataset.samples_per_epoch)
+    problems = validate(cfg, world_size, local_world_size)
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def hf_values(cfg: Config) -> Mapping[str, Any] | None:
+    """config.json of `model.init_from`, which an export is written like; None without one."""
+    return None if cfg.model.init_from is None else read_json(hf_folder(cfg.model.init_from) / "config.json")
+
+
 def with_steps(cfg: Config, samples_per_epoch: int) -> Config:
     """The config with the steps that `epochs` passes over the data take, the last one begun counted whole."""
     if cfg.epochs is None:
@@ -77,13 +105,12 @@ def with_steps(cfg: Config, samples_per_epoch: int) -> Config:
 class FirstValues:
     """First values of parameters: those of a Hugging Face checkpoint, and for adapters those that (seed, name) define.
 
-    `values` is the folder's config.json. Raises ValueError as `HFCheckpoint` does.
+    Raises ValueError as `HFCheckpoint` does.
     """
 
     def __init__(self, cfg: Config) -> None:
         assert cfg.model.init_from is not None
         self._checkpoint, self._seed = HFCheckpoint(cfg.model.init_from), cfg.seed
-        self.values: Mapping[str, Any] = self._checkpoint.values
 
     def of(self, specs: Mapping[str, ParameterSpec]) -> Callable[[str], Tensor]:
         """For the boxes of `specs`."""

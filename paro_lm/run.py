@@ -11,12 +11,12 @@ from paro_lm.checkpoint.folder import find_checkpoint, latest_checkpoint, read_m
 from paro_lm.config import Config, difference, read_config, resolved_yaml
 
 FREE_TO_CHANGE = (
-    "steps", "output_dir", "micro_batch_size", "parallel", "eval", "checkpoint", "logging", "runtime", "cluster",
+    "steps", "epochs", "output_dir", "micro_batch_size", "parallel", "eval", "checkpoint", "logging", "runtime", "cluster",
     "data.cache_dir", "data.num_workers", "model.name", "precision.name",
 )  # fmt: skip
 """Options that a resume may change without being asked: they do not alter what the same steps compute."""
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", ".cache")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 """Files of a Hugging Face folder that are no part of its tokenizer."""
 
 
@@ -53,8 +53,11 @@ class Run:
             temporary.write_text(resolved_yaml(cfg), encoding="utf-8")
             temporary.replace(self.config_path)
             if tokenizer is not None and not self.tokenizer.exists():
-                if tokenizer.is_dir():
-                    shutil.copytree(tokenizer, self.tokenizer, ignore=shutil.ignore_patterns(*WEIGHTS))
+                if tokenizer.is_dir():  # maybe the folder of a whole model, maybe with this run inside
+                    self.tokenizer.mkdir()
+                    for path in tokenizer.iterdir():
+                        if path.is_file() and not any(path.match(pattern) for pattern in WEIGHTS):
+                            shutil.copy(path, self.tokenizer)
                 else:
                     self.tokenizer.mkdir()
                     shutil.copy(tokenizer, self.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from rich.console import Console
 from torch import nn
 
 from paro_lm import distributed
+from paro_lm.best import BestCheckpoint
 from paro_lm.build import build_engine, build_model, build_runner
 from paro_lm.checkpoint.checkpointer import Checkpointer
 from paro_lm.checkpoint.folder import latest_checkpoint
 from paro_lm.config import Config, config_hash
 from paro_lm.console import RunSummary, describe_run, say
-from paro_lm.data.dataset import TokenDataset
+from paro_lm.data.dataset import TokenDataset, open_dataset
 from paro_lm.data.loader import Loader, MicroBatch
 from paro_lm.data.prepare import Prepared, prepare
 from paro_lm.evaluate import evaluate, unigram_loss
+from paro_lm.finetune import FirstValues, complete, hf_values, num_trainable
 from paro_lm.logs import ReportedError, report_failure, setup_logging
 from paro_lm.metrics import MetricsLogger, StepRecord, Throughput, memory_gb, peak_tflops
 from paro_lm.model.dropout import dropout_seed
@@ -102,6 +105,7 @@ class Trainer:
         """Build everything for the run that the config names, and load its checkpoint if it has one; nothing for a finished run."""
         if not distributed.all_ranks_equal(config_hash(self.cfg)):
             raise ValueError("the ranks were started with different configs; start all of them with the same command line.")
+        self.cfg = complete(self.cfg, world_size=self.world.world_size, local_world_size=self.world.local_world_size)
         run = distributed.on_rank_zero(lambda: open_run(self.cfg))
         if not run.finished:
             self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
@@ -124,8 +128,8 @@ class Trainer:
         self.ledger = ByteLedger()
         self.model = build_model(cfg, self.mesh, vocab_size=self.vocab_size, ledger=self.ledger)
         self.specs = self.model.specs
-        self.engine = build_engine(cfg, self.model, self.mesh, ledger=self.ledger)
-        self.runner = build_runner(cfg, self.model, self.engine, self.mesh)
+        self.engine = build_engine(cfg, self.model, self.mesh, ledger=self.ledger, value_of=self._first_values(run))
+        self.runner = build_runner(cfg, self.model, self.engine, self.mesh, ledger=self.ledger)
         self.optimizer = AdamW(self.engine, cfg.optim, decays=lambda name: self.specs[name].decay)
         self.scaler = LossScaler.from_config(cfg.precision)
         self.skips = SkipCounter(max_in_a_row=cfg.optim.max_skipped_steps)
@@ -146,21 +150,25 @@ class Trainer:
         self.checkpointer = Checkpointer(
             run.checkpoints, mesh=self.mesh, keep_last=cfg.checkpoint.keep_last, async_save=cfg.checkpoint.async_save
         )
+        self.best: BestCheckpoint | None = None
+        if cfg.checkpoint.keep_best != "none":
+            self.best = BestCheckpoint(run.folder / "best", mesh=self.mesh, async_save=cfg.checkpoint.async_save)
+        for report in (*self.loader.dataset.reports(), *(text for dataset in self.valid for text in dataset.reports())):
+            logger.info(report)
         if run.checkpoint is not None:
             self._load(run.checkpoint)
 
+    def _first_values(self, run: Run) -> Callable[[str], torch.Tensor] | None:
+        """First values of parameters; None = those that follow from (seed, name)."""
+        if self.cfg.model.init_from is None:
+            return None
+        if run.checkpoint is not None:  # it replaces all of them
+            return lambda name: torch.zeros(self.specs[name].local_shape)
+        return FirstValues(self.cfg).of(self.specs)
+
     def _dataset(self, prefixes: Any, *, weights: Any = None, shuffle: bool = True) -> TokenDataset:
-        return TokenDataset(
-            list(prefixes),
-            weights or None,
-            seq_length=self.cfg.seq_length,
-            seed=self.cfg.seed,
-            eod=self.prepared.eod,
-            document_mask=self.cfg.data.document_mask,
-            vocab_size=self.vocab_size,
-            cache_dir=Path(self.cfg.data.cache_dir) / "index",
-            shuffle=shuffle,
-        )
+        eod, vocab_size = self.prepared.eod, self.vocab_size
+        return open_dataset(self.cfg, list(prefixes), eod=eod, vocab_size=vocab_size, weights=weights or (), shuffle=shuffle)
 
     # ------------------------------------------------------------------ one step
 
@@ -258,9 +266,12 @@ class Trainer:
             stopped = stats.stop and self.step < cfg.steps
             if not stopped and _due(self.step, cfg.eval.every, cfg.steps):
                 self._evaluate(metrics)
+                self._keep_best()
             if stopped or _due(self.step, cfg.checkpoint.every, cfg.steps) or self.step == cfg.steps:
                 self._save()
         self.checkpointer.wait()
+        if self.best is not None:
+            self.best.wait()
         self.engine.wait()
         if stopped:
             logger.info("stopped after step %d, saved; the same command continues the run", self.step)
@@ -324,7 +335,7 @@ class Trainer:
             run_name=cfg.run_name,
             model_name=cfg.model.name,
             num_params=num_params,
-            num_trainable=num_params,
+            num_trainable=num_trainable(cfg.finetune, cfg.model, vocab_size=self.vocab_size),
             data_tokens=self.prepared.num_train_tokens,
             samples_per_step=cfg.global_batch_size,
             seq_length=cfg.seq_length,
@@ -343,6 +354,8 @@ class Trainer:
             baseline = unigram_loss(self.prepared.train, self.valid, vocab_size=self.vocab_size, max_samples=self._valid_samples)
             self._say(f"validation loss {self.val_loss:.4f}, add-one unigram model of the training text {baseline:.4f} (nats per token)")
         self._say(f"checkpoint: {latest_checkpoint(self.run.checkpoints)}")
+        if self.best is not None and math.isfinite(self.best.loss):
+            self._say(f"best: {latest_checkpoint(self.best.folder)}, validation loss {self.best.loss:.4f}")
         self._say_how_to_go_on()
 
     def _say_finished(self, run: Run) -> None:
@@ -367,12 +380,20 @@ class Trainer:
         return sizes | {"main": sizes["main"] + self.optimizer.state_bytes()}
 
     def _tensors(self) -> dict[str, Any]:
+        self.engine.wait()
         model = {f"model/{name}": shard for name, shard in self.engine.parameter_shards().items()}
         return model | self.optimizer.state_shards()
 
     def _save(self) -> None:
-        self.engine.wait()
-        meta = {
+        self.checkpointer.save(self.step, self._tensors(), meta=self._meta(), rank_state=distributed.random_state(self.mesh.device))
+
+    def _keep_best(self) -> None:
+        if self.best is not None and self.best.improves(self.val_loss):
+            state = distributed.random_state(self.mesh.device)
+            self.best.save(self.val_loss, self.step, self._tensors(), meta=self._meta(), rank_state=state)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "consumed_tokens": self.consumed_tokens,
             "loader": self.loader.state_dict(),
@@ -381,8 +402,8 @@ class Trainer:
             "vocab_size": self.vocab_size,
             "tokenizer": None if self.prepared.tokenizer is None else str(self.prepared.tokenizer),
             "config": asdict(self.cfg),
+            "hf_config": hf_values(self.cfg),
         }
-        self.checkpointer.save(self.step, self._tensors(), meta=meta, rank_state=distributed.random_state(self.mesh.device))
 
     def _load(self, path: Path) -> None:
         loaded = self.checkpointer.load(path, self._tensors())
@@ -409,8 +430,8 @@ def check_vocab(cfg: Config, prepared: Prepared) -> int:
         return prepared.vocab_size
     if size < prepared.vocab_size:
         raise ValueError(
-            f"model.vocab_size={size} is smaller than the vocabulary of the data's tokenizer, {prepared.vocab_size}; "
-            f"use model.vocab_size=null or at least {prepared.vocab_size}."
+            f"model.vocab_size={size} is smaller than the vocabulary of the data's tokenizer, {prepared.vocab_size}; use "
+            + (f"model.vocab_size=null or at least {prepared.vocab_size}." if cfg.model.init_from is None else "the model's own tokenizer.")
         )
     return size
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paro_lm.config import Config
 from paro_lm.data.order import ArrayCache, Blend, normalise_weights
 from paro_lm.data.streams import PackedStream, Stream, TokenStream
 
@@ -53,6 +54,24 @@ def mask_documents(tokens: Int64, eod: int | None, begins: NDArray[np.bool_] | N
     positions = at - np.maximum.accumulate(np.where(new, at, 0))
     labels = np.where(new[1:], IGNORE, tokens[1:])
     return Sample(tokens=tokens[:-1], labels=labels, positions=positions[:-1], documents=documents[:-1])
+
+
+def open_dataset(
+    cfg: Config, prefixes: Sequence[str | Path], *, eod: int | None, vocab_size: int, weights: Sequence[float] = (), shuffle: bool = True
+) -> TokenDataset:
+    """The samples that a run with these options draws from prepared files."""
+    return TokenDataset(
+        prefixes,
+        weights or None,
+        seq_length=cfg.seq_length,
+        seed=cfg.seed,
+        eod=eod,
+        document_mask=cfg.data.document_mask,
+        vocab_size=vocab_size,
+        cache_dir=Path(cfg.data.cache_dir) / "index",
+        shuffle=shuffle,
+        packing=cfg.data.packing,
+    )
 
 
 class TokenDataset:
