@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from paro_lm.parallel.axes import MeshShape
-from paro_lm.parallel.cost import ElementBytes, MemoryBytes, UnitSize, unit_memory
+from paro_lm.parallel.cost import ElementBytes, MemoryBytes, UnitSize, operations, unit_memory
 from paro_lm.parallel.sharding import Cell
 from paro_lm.planner.activations import Activations
 from paro_lm.planner.inventory import UnitProfile
@@ -79,14 +79,15 @@ def rank_memory(
 
     `overlap`: parameters are prefetched. `scratch`: the collectives are this package's own and keep receive buffers.
     """
-    param = grad = main = shard = 0.0
+    param = grad = main = 0.0
+    buffer = 0
     units = []
     for profile, cell in zip(profiles, cells, strict=True):
         buffers = _buffers(profile, cell, shape, element)
         param += profile.count * buffers.states.param
         grad += profile.count * buffers.states.grad
         main += profile.count * (buffers.states.main - buffers.states.shared)
-        shard = max(shard, buffers.whole / shape.dp)
+        buffer = max(buffer, _scratch(buffers.whole, cell, shape) if scratch else 0)
         units.append(_unit(profile, buffers, held))
     peak = _peak(units, micro_batches_held, prefetch=overlap and shape.dp > 1)
     return RankMemory(
@@ -97,7 +98,7 @@ def rank_memory(
         reducing=peak[1],
         activations=peak[2],
         working=peak[3],
-        scratch=_scratch(int(shard), shape) if scratch and shape.dp > 1 else 0,
+        scratch=buffer,
     )
 
 
@@ -156,7 +157,22 @@ def _ends(count: int) -> list[int]:
     return list(range(count)) if count <= 4 else [0, 1, count - 2, count - 1]
 
 
-def _scratch(shard_bytes: int, shape: MeshShape) -> int:
-    """Receive buffers of HO-Ring's reduce-scatter: one shard, and four pieces per peer of the group."""
-    piece = min(max(shard_bytes // 16, 1 << 16), 1 << 20, max(shard_bytes, 1))
-    return (shard_bytes if shape.dp_inter > 1 else 0) + 4 * piece * (shape.dp_intra - 1)
+@functools.lru_cache(maxsize=8192)
+def _scratch(whole: int, cell: Cell, shape: MeshShape) -> int:
+    """Receive buffers of HO-Ring's reductions of one unit of `whole` bytes: a chunk per ring, pieces per peer (`collectives.ho_ring`).
+
+    Pieces are 4 MiB where there is one level of links, else a third of a chunk, 512 KiB to 2 MiB; two are in flight.
+    """
+    rings, peers = 0, 0
+    for op in operations(cell, accumulation=1):
+        if op.operation not in ("reduce_scatter", "all_reduce") or op.phase not in ("gradient", "sync_g"):
+            continue
+        groups, members = (shape.size(axis) if axis in op.axes else 1 for axis in ("dp_inter", "dp_intra"))
+        if groups * members == 1:
+            continue
+        chunk = whole // shape.size(*op.within) // (groups * members)
+        piece = 4 << 20 if min(groups, members) == 1 else min(max(-(-chunk // 3), 1 << 19), 2 << 20)
+        in_flight = min(2, groups * max(1, -(-chunk // piece)))
+        rings = max(rings, chunk if groups > 1 else 0)
+        peers = max(peers, piece * in_flight * (members - 1))
+    return rings + peers
