@@ -11,12 +11,13 @@ import torch
 
 from paro_lm.build import DTYPES
 from paro_lm.checkpoint.folder import find_checkpoint, read_meta, verify_files
-from paro_lm.checkpoint.reading import load_full
+from paro_lm.checkpoint.reading import list_tensors, load_full
 from paro_lm.config import Config, PrecisionConfig, load_config
 from paro_lm.data.tokenizer import Tokenizer, load_tokenizer
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.hf.hub import is_hf
 from paro_lm.model.hf.tokenizer import has_tokenizer
+from paro_lm.model.lora import is_adapter, read_merged
 from paro_lm.model.transformer import Transformer
 
 HF_SEQ_LENGTH = 1024
@@ -44,11 +45,25 @@ class Source:
         return int(self.meta["vocab_size"])
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole parameters by their names, padded rows of the vocabulary included, in the stored type, on the CPU."""
+        """Whole parameters by their names, padded rows of the vocabulary included, in the stored type, on the CPU; LoRA merged in."""
         if self.hf is not None:
             return {name: self.hf.value_of(name) for name in names}
+        tune = self.cfg.finetune
+        return read_merged(self._stored, names, self._names(), tune.lora_alpha / tune.lora_rank) if tune.lora_rank else self._stored(names)
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """Whole factors of the LoRA adapters, by name. Raises ValueError when the run has none."""
+        names = [name for name in self._names() if is_adapter(name)] if self.hf is None else []
+        if not names:
+            raise ValueError(f"{self.path} has no LoRA adapters; export the whole model (adapter=false).")
+        return self._stored(names)
+
+    def _stored(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         values = load_full(self.path, [f"model/{name}" for name in names], verify=False)
         return {name: values[f"model/{name}"] for name in names}
+
+    def _names(self) -> list[str]:
+        return [name.removeprefix("model/") for name in list_tensors(self.path) if name.startswith("model/")]
 
     def need_tokenizer(self) -> Path | str:
         """The tokenizer. Raises ValueError when there is none."""

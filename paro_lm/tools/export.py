@@ -31,6 +31,7 @@ class ExportConfig:
     dtype: str | None = option(None, "fp64 | fp32 | bf16 | fp16; null = the parameter type of the run, or as stored.")
     max_shard_size: str = option("5GB", "Weights above this size are spread over several files.")
     verify: bool = option(False, "Load the folder with transformers and compare logits before it gets its name.")
+    adapter: bool = option(False, "Write the LoRA adapters alone, as peft loads them; false = merged into the model.")
     allow_pickle: bool = option(False, "Read weights from the .bin files of an old Hugging Face checkpoint.")
 
 
@@ -39,6 +40,7 @@ TOOL = Tool(
     description="write a trained model as a folder that transformers loads.",
     examples=(
         "paro-export run=outputs/quickstart to=exports/quickstart verify=true",
+        "paro-export run=outputs/finetune_smollm2/best to=exports/adapter adapter=true",
         "paro-export run=outputs/quickstart/checkpoints/step_100 to=exports/step_100 dtype=bf16 max_shard_size=2GB",
     ),
     schema=ExportConfig,
@@ -57,10 +59,14 @@ def task(cfg: ExportConfig) -> int:
     if cfg.dtype is not None and cfg.dtype not in DTYPES:
         raise ValueError(f"dtype={cfg.dtype}: must be one of {', '.join(DTYPES)}, or null.")
     target = Path(cfg.to).expanduser()
+    if cfg.adapter and cfg.verify:
+        raise ValueError("verify=true compares whole models; leave it out with adapter=true, or export the merged model.")
     if target.exists():  # before anything is read
         raise ValueError(f"to={cfg.to} exists; nothing is overwritten, choose another folder or remove it.")
     source = open_source(cfg.run, allow_pickle=cfg.allow_pickle)
     dtype = None if cfg.dtype is None else DTYPES[cfg.dtype]
+    if cfg.adapter:
+        return export_adapter(source, target, dtype=dtype)
     with complete_folder(target) as folder:
         architecture = export(source, folder, dtype=dtype, max_shard_size=cfg.max_shard_size)
         if cfg.verify:
@@ -102,6 +108,22 @@ def export(source: Source, folder: Path, *, dtype: torch.dtype | None = None, ma
     elif ids is not None:
         write_generation_config(folder, eos=ids.stop, bos=ids.bos, pad=ids.pad)
     return str(read_json(folder / "config.json")["architectures"][0])
+
+
+def export_adapter(source: Source, target: Path, *, dtype: torch.dtype | None = None) -> int:
+    """Write the run's LoRA adapters and its tokenizer as a folder of peft. Raises ValueError when it has none."""
+    from paro_lm.build import DTYPES
+    from paro_lm.model.hf.adapter import write_adapter
+    from paro_lm.model.hf.export import complete_folder
+
+    like, base = source.meta.get("hf_config") or {}, source.cfg.model.init_from
+    adapters = source.adapters()
+    with complete_folder(target) as folder:
+        kind = dtype or DTYPES[source.cfg.precision.param_dtype]
+        write_adapter(folder, source.cfg.model, source.cfg.finetune, adapters, dtype=kind, model_type=like.get("model_type"))
+        _write_tokenizer(source, folder)
+    print(f"{target}: LoRA adapters of {source.path} for {base}, load them with PeftModel.from_pretrained(base_model, {str(target)!r})")
+    return 0
 
 
 def verify(source: Source, folder: Path, dtype: torch.dtype | None) -> float:
