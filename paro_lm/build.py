@@ -180,7 +180,7 @@ def _ends_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
     return mine
 
 
-def build_runner(cfg: Config, part: ModelPart, engine: ShardingEngine, mesh: ParallelMesh) -> Runner:
+def build_runner(cfg: Config, part: ModelPart, engine: ShardingEngine, mesh: ParallelMesh, *, ledger: ByteLedger) -> Runner:
     """What runs a step: plainly, or as a pipeline. A collective call."""
     if mesh.size("pp") == 1:
         return PlainRunner(engine, part.chunks[0])
@@ -195,4 +195,5 @@ def build_runner(cfg: Config, part: ModelPart, engine: ShardingEngine, mesh: Par
         num_stages=part.num_stages,
         hidden=torch.empty(cfg.micro_batch_size, length, cfg.model.hidden_size, dtype=dtype, device="meta"),
         loss_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        record=lambda num_bytes: ledger.record("send", "pp", num_bytes),
     )

@@ -81,9 +81,28 @@ class _StageModule(nn.Module):
 class _EngineStage(PipelineStage):
     """A stage that tells the engine which micro-batch passes, in which direction, and which backward is the last."""
 
-    def __init__(self, engine: ShardingEngine, local_index: int, module: _StageModule, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        engine: ShardingEngine,
+        local_index: int,
+        module: _StageModule,
+        *args: Any,
+        record: Callable[[int], None] | None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(module, *args, **kwargs)
-        self._engine, self._local_index, self._module = engine, local_index, module
+        self._engine, self._local_index, self._module, self._record = engine, local_index, module, record
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self._record is not None:
+            self._record(sum(send.tensor.nbytes for send in sends))
+        return sends
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._module.micro_batch = fwd_chunk_id
@@ -112,6 +131,7 @@ class PipelineRunner:
     stages       their global stage indices
     hidden       an example of the hidden states between stages, on the meta device
     loss_dtype   type of a micro-batch's loss
+    record       told of the bytes of every message between stages that a step sends
     """
 
     def __init__(
@@ -125,6 +145,7 @@ class PipelineRunner:
         num_stages: int,
         hidden: Tensor,
         loss_dtype: torch.dtype,
+        record: Callable[[int], None] | None = None,
     ) -> None:
         self._mesh, self._schedule_name, self._num_stages = mesh, schedule, num_stages
         self._hidden, self._loss_dtype = hidden, loss_dtype
@@ -145,6 +166,7 @@ class PipelineRunner:
                 input_args=(index if s == 0 else between,),
                 output_args=(loss if s == num_stages - 1 else between,),
                 group=self._group,
+                record=record,
             )
             for local, (s, module) in enumerate(self._modules.items())
         ]

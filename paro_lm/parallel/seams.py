@@ -42,16 +42,16 @@ class Seams:
             if segment.slot.name in self.partial and buffer.finished is not None
         ]
         if parts and mesh.size("tp") > 1:
-            self._sum_parts(parts, mesh.group("tp"), "tp", 2 * (mesh.size("tp") - 1) / mesh.size("tp"))
+            self._sum_parts(parts, mesh.group("tp"), "tp", mesh.size("tp"))
         copies = [buffer for buffer in buffers if any(slot.name in self.shared for slot in buffer.layout.slots)]
         if self.shared_group is not None:
-            self._sum_parts([buffer.finished for buffer in copies if buffer.finished is not None], self.shared_group, "pp", 1.0)
+            self._sum_parts([buffer.finished for buffer in copies if buffer.finished is not None], self.shared_group, "pp", 2)
 
     def counts(self, name: str) -> bool:
         """Whether this rank's copy of a parameter counts in the gradient norm."""
         return self.counts_shared or name not in self.shared
 
-    def _sum_parts(self, parts: list[torch.Tensor], group: dist.ProcessGroup | None, axis: str, sent: float) -> None:
+    def _sum_parts(self, parts: list[torch.Tensor], group: dist.ProcessGroup | None, axis: str, size: int) -> None:
         if not parts:
             return
         with record_function(f"paro.seam({axis})"):
@@ -60,4 +60,4 @@ class Seams:
             for part, value in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(value)
             if self.record is not None:
-                self.record(axis, int(flat.nbytes * sent))
+                self.record(axis, 2 * flat.nbytes * (size - 1) // size)
