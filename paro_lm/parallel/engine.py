@@ -36,6 +36,9 @@ from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.unit_buffer import Dtypes, UnitBuffer
 from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, UnitBuilder
 
+PUBLISH_AHEAD = 2
+"""Units by which publishing sharded parameters runs ahead of gathering them."""
+
 MAX_PENDING_REDUCTIONS = 2
 """Units whose whole-sized gradients may wait for the network at a time; backward waits for older ones."""
 
@@ -105,6 +108,7 @@ class ShardingEngine:
     def _begin_gather(self, unit: RuntimeUnit) -> None:
         if unit.gather is not None or unit.is_unsharded:
             return
+        self._publish(unit)
         sharded = [buffer for buffer in unit.buffers if not buffer.unsharded]
         for buffer in sharded:
             buffer.allocate_full()
@@ -117,6 +121,8 @@ class ShardingEngine:
         unit.gather = self._gathers.submit(gather)
         for buffer in sharded:
             buffer.unsharded = True
+        for following in unit.stage.units[unit.position + PUBLISH_AHEAD :][:1]:
+            self._publish(following)
 
     def _unshard(self, unit: RuntimeUnit) -> None:
         self._begin_gather(unit)
@@ -339,8 +345,7 @@ class ShardingEngine:
         """Wait until every gradient is complete, and agree over the data ranks on which parameters had one."""
         while self._pending:
             self._wait_reduction(self._pending[0])
-        for unit in self._units:  # main parameters may be written from here on: nothing may still be reading them
-            self._wait_gather(unit)
+        self.wait()  # main parameters may be written from here on: nothing may still be reading them
         self.seams.finish(self.trainable_buffers(), self.mesh)
         written = {name for buffer in self.trainable_buffers() for name in buffer.written}
         if self._used:
@@ -348,14 +353,23 @@ class ShardingEngine:
             self._used = dict(zip(self._used, (flag > 0 for flag in self.mesh.max(flags, DATA_AXES).tolist()), strict=True))
 
     def sync_parameters(self) -> None:
-        """Publish updated main parameters and drop the gradients; the next forward waits for its units only."""
+        """Publish updated main parameters and drop the gradients; the next forward waits for its units only.
+
+        Sharded parameters are published a few units ahead of their gather: what is needed first does not queue behind all others.
+        """
         self.drop_gradients()
         for unit in self._units:
-            changed = [buffer for buffer in unit.trainable if buffer.main is not buffer.param]
-            if changed:
-                handle = self._gathers.submit(self._publish_job(unit.name, changed))
-                if any(not buffer.cell.param for buffer in changed):
-                    unit.gather = handle
+            unit.unpublished = [buffer for buffer in unit.trainable if buffer.main is not buffer.param]
+        for unit in self._units:
+            if not unit.is_sharded or unit.position < PUBLISH_AHEAD:
+                self._publish(unit)
+
+    def _publish(self, unit: RuntimeUnit) -> None:
+        buffers, unit.unpublished = unit.unpublished, []
+        if buffers:
+            handle = self._gathers.submit(self._publish_job(unit.name, buffers))
+            if any(not buffer.cell.param for buffer in buffers):
+                unit.gather = handle
 
     def drop_gradients(self) -> None:
         """Forget this step's gradients (alone: the step is skipped)."""
@@ -372,6 +386,8 @@ class ShardingEngine:
 
     def wait(self) -> None:
         """Wait for parameters that are on their way; before they are read outside a forward."""
+        for unit in self._units:
+            self._publish(unit)
         self._gathers.submit(lambda: None).wait()
         for unit in self._units:
             self._wait_gather(unit)

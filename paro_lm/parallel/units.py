@@ -61,6 +61,8 @@ class RuntimeUnit:
     parameters: dict[str, nn.Parameter]
     state: State = State.RESTING
     gather: Handle | None = None
+    unpublished: list[UnitBuffer] = field(default_factory=list)
+    """Buffers whose updated main parameters have yet to be published."""
     calls: dict[int | None, Calls] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
     """Parameters with a gradient in the running backward."""
