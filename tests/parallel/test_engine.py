@@ -140,11 +140,13 @@ def whole(engine: ShardingEngine) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _all_cells(rank: int, world_size: int, group_size: int, data: torch.Tensor, tied: bool) -> list:
+def _all_cells(
+    rank: int, world_size: int, group_size: int, algorithm: str, data: torch.Tensor, tied: bool, accumulations: tuple[int, ...]
+) -> list:
     result = []
     mesh = ParallelMesh.build(world_size=world_size, rank=rank, group_size=group_size)
-    grids = make_grids(mesh)
-    for accumulation in (1, 3):
+    grids = make_grids(mesh, algorithm)
+    for accumulation in accumulations:
         for cell in ALL_CELLS:
             model = Toy(tied=tied)
             engine = build(model, mesh, grids, cell)
@@ -155,15 +157,33 @@ def _all_cells(rank: int, world_size: int, group_size: int, data: torch.Tensor, 
     return result
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_cell_equals_one_process(tied: bool) -> None:
-    data = batches(steps=4, samples=12)
+def check(world_size: int, group_size: int, algorithm: str, tied: bool, *, accumulations: tuple[int, ...] = (1, 3), steps: int = 6) -> None:
+    data = batches(steps=steps, samples=3 * world_size)
     losses, parameters = reference(lambda: Toy(tied=tied), data)
-    for rank_results in run_distributed(_all_cells, 4, 2, data, tied):
-        assert len(rank_results) == 54
+    for rank_results in run_distributed(_all_cells, world_size, group_size, algorithm, data, tied, accumulations, timeout=280.0):
+        assert len(rank_results) == 27 * len(accumulations)
         for cell, accumulation, got_losses, got in rank_results:
             context = f"{cell} accumulation {accumulation}"
             torch.testing.assert_close(got_losses, losses, rtol=0, atol=1e-12, msg=lambda m, c=context: f"{c}: {m}")
             assert got.keys() == parameters.keys()
             for name, value in parameters.items():
                 torch.testing.assert_close(got[name], value, rtol=0, atol=1e-12, msg=lambda m, c=context, n=name: f"{c} {n}: {m}")
+
+
+def test_every_cell_equals_one_process() -> None:
+    check(4, 2, "native", False, steps=3)
+
+
+@pytest.mark.parametrize(("group_size", "algorithm"), [(1, "native"), (4, "native"), (2, "ho_ring")])
+def test_every_cell_with_a_tied_weight_in_other_groups(group_size: int, algorithm: str) -> None:
+    check(4, group_size, algorithm, True, accumulations=(3,), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "group_size", "algorithm"),
+    [(4, 1, "native"), (4, 4, "native"), (4, 2, "ho_ring"), (8, 2, "native"), (8, 4, "native"), (8, 2, "ho_ring"), (8, 4, "ho_ring")],
+)
+def test_every_cell_in_every_grid(world_size: int, group_size: int, algorithm: str, tied: bool) -> None:
+    check(world_size, group_size, algorithm, tied)
