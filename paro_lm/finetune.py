@@ -15,6 +15,7 @@ from torch import Tensor
 from paro_lm.config import Config, ConfigError, FinetuneConfig, ModelConfig
 from paro_lm.data.dataset import open_dataset
 from paro_lm.data.prepare import prepare
+from paro_lm.model.flops import model_flops
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.hf.config import model_from_hf, read_json
 from paro_lm.model.hf.hub import HUB, hf_folder
@@ -159,3 +160,25 @@ def num_trainable(cfg: FinetuneConfig, model: ModelConfig, *, vocab_size: int) -
         return math.prod((spec.shape[0] if spec.valid_rows is None else spec.valid_rows, *spec.shape[1:]))
 
     return sum(numel(specs[name]) for name, parameter in whole.named_parameters() if parameter.requires_grad)
+
+
+def flops_per_token(cfg: Config, *, vocab_size: int) -> float:
+    """Model FLOPs of forward and backward per token, as `model_flops` counts them, without what frozen parameters spare: the gradients
+    of their weights, and everything below the first trained one.
+    """
+    if trains_all(cfg.finetune):
+        return model_flops(cfg.model, vocab_size=vocab_size, seq_length=cfg.seq_length) / cfg.seq_length
+    with torch.device("meta"):
+        whole = Transformer(cfg.model, vocab_size=vocab_size)
+    prepare_model(whole, cfg.finetune)
+    table = "embedding.tokens.weight" if cfg.model.tie_embeddings else "head.output.weight"
+    trained = {name: p.numel() for name, p in whole.named_parameters() if p.requires_grad}
+    layers = [int(name.split(".")[1]) for name in trained if name.startswith("layers.")]
+    lowest = 0 if any(name.startswith("embedding.") for name in trained) else min(layers, default=cfg.model.num_layers)
+    matrices = {name: p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and (name.startswith("layers.") or name == table)}
+    matrices[table] = cfg.model.hidden_size * vocab_size
+    attention = whole.sizes.query_size * cfg.seq_length
+    passed = sum(numel for name, numel in matrices.items() if name == table or int(name.split(".")[1]) >= lowest)
+    forward = 2 * sum(matrices.values()) + 2 * cfg.model.num_layers * attention
+    to_inputs = 2 * passed + 4 * (cfg.model.num_layers - lowest) * attention
+    return forward + to_inputs + 2 * sum(numel for name, numel in matrices.items() if name in trained)
