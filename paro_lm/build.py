@@ -21,8 +21,9 @@ from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.pipeline import PipelineRunner, PlainRunner, Runner
 from paro_lm.parallel.seams import Seams
 from paro_lm.parallel.sharding import Cell, cell_of_unit
-from paro_lm.parallel.stages import num_stages, split_by_cost, split_layers, stages_of_rank
+from paro_lm.parallel.stages import ZERO_BUBBLE, num_stages, split_by_cost, split_layers, stages_of_rank
 from paro_lm.parallel.tensor import TensorParallel
+from paro_lm.parallel.tensor_groups import GroupedCollectives, default_group_size
 from paro_lm.parallel.unit_buffer import Dtypes
 from paro_lm.parallel.verified import is_verified
 
@@ -58,15 +59,7 @@ def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: Byt
     applied.
     """
     check_patterns(cfg.finetune, cfg.model, vocab_size=vocab_size)
-    tensor = None
-    if mesh.size("tp") > 1:
-        tensor = TensorParallel(
-            group=mesh.group("tp"),
-            rank=mesh.coordinate("tp"),
-            size=mesh.size("tp"),
-            sequence_parallel=cfg.parallel.sequence_parallel,
-            record=lambda operation, num_bytes: ledger.record(operation, "tp", num_bytes),
-        )
+    tensor = build_tensor(cfg, mesh, ledger=ledger)
     pp, schedule, virtual = mesh.size("pp"), cfg.parallel.schedule, cfg.parallel.virtual_stages
     count = num_stages(schedule, pp, virtual) if pp > 1 else 1
     stages = stages_of_rank(schedule, pp, virtual, mesh.coordinate("pp")) if pp > 1 else [0]
@@ -81,6 +74,7 @@ def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: Byt
                 layers=layers[stage],
                 has_embedding=stage == 0,
                 has_head=stage == count - 1,
+                loss=cfg.loss,
             )
         chunk = chunk.to(DTYPES[cfg.precision.param_dtype])
         prepare_model(chunk, cfg.finetune)
@@ -90,6 +84,32 @@ def build_model(cfg: Config, mesh: ParallelMesh, *, vocab_size: int, ledger: Byt
         chunks.append(chunk)
     specs = {name: spec for chunk in chunks for name, spec in chunk.parameter_specs().items()}
     return ModelPart(module=_joined(chunks), chunks=tuple(chunks), stages=tuple(stages), num_stages=count, specs=specs)
+
+
+def build_tensor(cfg: Config, mesh: ParallelMesh, *, ledger: ByteLedger) -> TensorParallel | None:
+    """The tensor-parallel ranks of this rank; None when it is alone. A collective call."""
+    parallel, tp = cfg.parallel, mesh.size("tp")
+    if tp == 1:
+        return None
+
+    def record(operation: str, num_bytes: int) -> None:
+        ledger.record(operation, "tp", num_bytes)
+
+    # a split backward computes weight gradients apart from those of inputs: there is nothing to run beside
+    overlap = parallel.overlap and not (mesh.size("pp") > 1 and parallel.schedule in ZERO_BUBBLE)
+    grouped = None
+    if parallel.tp_collectives != "native":
+        group_size = parallel.tp_group_size or default_group_size(tp, mesh.local_world_size)
+        grouped = GroupedCollectives(mesh, algorithm=parallel.tp_collectives, group_size=group_size, record=record, overlap=overlap)
+    return TensorParallel(
+        group=mesh.group("tp"),
+        rank=mesh.coordinate("tp"),
+        size=tp,
+        sequence_parallel=parallel.sequence_parallel,
+        record=record,
+        overlap=overlap,
+        grouped=grouped,
+    )
 
 
 def layers_of_stages(cfg: Config, count: int, *, vocab_size: int) -> list[range]:
@@ -108,7 +128,7 @@ def _joined(chunks: Sequence[Transformer]) -> nn.Module:
     """One module with the children of all chunks under their global names."""
     if len(chunks) == 1:
         return chunks[0]
-    module = nn.Module()
+    module = _Joined(chunks)
     layers = nn.ModuleDict()
     for chunk in chunks:
         for name, child in chunk.named_children():
@@ -118,6 +138,19 @@ def _joined(chunks: Sequence[Transformer]) -> nn.Module:
                 module.add_module(name, child)
     module.add_module("layers", layers)
     return module
+
+
+class _Joined(nn.Module):
+    """Holds the children of several chunks; train() and eval() reach the chunks, which are no children themselves."""
+
+    def __init__(self, chunks: Sequence[Transformer]) -> None:
+        super().__init__()
+        self._chunks = tuple(chunks)
+
+    def train(self, mode: bool = True) -> _Joined:
+        for chunk in self._chunks:
+            chunk.train(mode)
+        return super().train(mode)
 
 
 def build_engine(

@@ -141,6 +141,13 @@ class ParallelConfig:
     group_size: int | None = option(None, "Data-parallel ranks in a group; null = those of a node.", least=1)
     tp: int = option(1, "Tensor-parallel ranks.", least=1)
     sequence_parallel: bool = option(False, "With tp > 1: norms and residuals are sharded over the sequence.")
+    tp_collectives: str = option(
+        "native",
+        "Algorithm of the sums and gathers of tensor parallelism: the backend's own, or one that sees its ranks as groups, for tp across "
+        "nodes.",
+        choices="native | ho_ring | hierarchical",
+    )
+    tp_group_size: int | None = option(None, "tp_collectives: tensor-parallel ranks in a group; null = those of a node.", least=1)
     pp: int = option(1, "Pipeline stages.", least=1)
     schedule: str = option(
         "1f1b", "Pipeline schedule.", choices="gpipe | 1f1b | looped_bfs | interleaved_1f1b | interleaved_zero_bubble | zbv"
@@ -187,6 +194,14 @@ class OptimConfig:
     eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
     max_norm: float = option(1.0, "Gradients are clipped to this global norm; 0 = off.", least=0)
     max_skipped_steps: int = option(10, "Abort after this many non-finite steps in a row.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What training minimises besides the cross entropy of the next token; validation losses stay plain cross entropies."""
+
+    label_smoothing: float = option(0.0, "Share of every label that is spread evenly over the vocabulary; below 1.", least=0)
+    z_loss: float = option(0.0, "Weight of log(sum(exp(logits)))^2 of every token, which keeps logits small (1e-4 is usual).", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +311,7 @@ class Config:
     precision: PrecisionConfig = option(PrecisionConfig(), "Group: data types.")
     parallel: ParallelConfig = option(ParallelConfig(), "Group: parallelism.")
     optim: OptimConfig = option(OptimConfig(), "Group: optimizer and schedule.")
+    loss: LossConfig = option(LossConfig(), "What training minimises.")
     finetune: FinetuneConfig = option(FinetuneConfig(), "Group: which parameters are trained.")
     eval: EvalConfig = option(EvalConfig(), "Group: validation.")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "Group: checkpoints.")

@@ -41,7 +41,7 @@ def validate(cfg: Config, world_size: int, local_world_size: int | None = None, 
         dividing += [_model, _finetuned_model, _pipeline_of(world_size)]
     of_steps: list[Check] = [_schedule, _logging] if has_steps else []
     of_tokenizer: list[Check] = [_tokenizer] if has_model else []
-    for check in (_names, _data, *of_tokenizer, _precision, _optimizer, *of_steps, _sharding, _finetune, *dividing, _unsupported):
+    for check in (_names, _data, *of_tokenizer, _precision, _optimizer, *of_steps, _sharding, _tensor, _finetune, *dividing, _unsupported):
         problems.extend(check(cfg))
     return problems
 
@@ -182,6 +182,8 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if getattr(optim, name) >= 1:
             yield f"optim.{name}: must be below 1, got {getattr(optim, name)}"
+    if cfg.loss.label_smoothing >= 1:
+        yield f"loss.label_smoothing: must be below 1, got {cfg.loss.label_smoothing}"
 
 
 def _schedule(cfg: Config) -> Iterator[str]:
@@ -228,6 +230,17 @@ def _launch(cfg: Config, world_size: int, local_world_size: int) -> Iterator[str
         yield f"runtime.world_size: only a fake world has a size of its own, got {cfg.runtime.world_size}; start ranks with torchrun"
     if cfg.runtime.device == "mps" and world_size > 1:
         yield f"runtime.device: mps runs one process, got a world of {world_size}"
+
+
+def _tensor(cfg: Config) -> Iterator[str]:
+    tp, algorithm, group = cfg.parallel.tp, cfg.parallel.tp_collectives, cfg.parallel.tp_group_size
+    if algorithm != "native" and tp == 1:
+        yield f"parallel.tp_collectives: {algorithm} needs parallel.tp > 1, got parallel.tp=1; use native"
+    if group is not None and algorithm == "native":
+        yield f"parallel.tp_group_size: has no effect with parallel.tp_collectives=native, got {group}; leave it null, or use ho_ring"
+    elif group is not None and tp % group:
+        valid = ", ".join(str(size) for size in range(1, tp + 1) if tp % size == 0)
+        yield f"parallel.tp_group_size: {group} does not divide parallel.tp={tp}; use one of {valid}"
 
 
 def _mesh(cfg: Config, world_size: int) -> Iterator[str]:

@@ -12,7 +12,8 @@ from paro_lm.model.norm import RMSNorm
 from paro_lm.model.rope import apply_rope
 from paro_lm.model.sizes import ModelSizes
 from paro_lm.model.spec import NO_AXES, TP_AXES
-from paro_lm.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel, enter_region
+from paro_lm.parallel.columns import column_linears
+from paro_lm.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 
 class KVCache:
@@ -73,9 +74,7 @@ class Attention(nn.Module):
         dropout: DropoutState | None = None,
     ) -> Tensor:
         """x [b, s, h] (the own sequence shard under sequence parallelism) -> the same shape."""
-        x = enter_region(x, self.tensor)
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (projection(x, dropout).view(heads) for projection in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in column_linears(x, (self.q, self.k, self.v), dropout))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paro_lm.config import ModelConfig
+from paro_lm.config import LossConfig, ModelConfig
 from paro_lm.model.attention import Attention, KVCache
 from paro_lm.model.dropout import DropoutState, dropout
 from paro_lm.model.loss import vocab_parallel_cross_entropy
@@ -14,12 +14,12 @@ from paro_lm.model.norm import NORMS
 from paro_lm.model.rope import Rope
 from paro_lm.model.sizes import ModelSizes
 from paro_lm.model.spec import ParameterSpec, SpecifiedModule, Unit, initialize
+from paro_lm.parallel.columns import column_linears, column_output
 from paro_lm.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
-    enter_region,
     gather_columns,
     residual_axes,
 )
@@ -83,11 +83,12 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(sizes.ffn_size, cfg.hidden_size, bias=cfg.mlp_bias, std=sizes.output_std, tensor=tensor)
 
     def forward(self, x: Tensor, state: DropoutState | None = None) -> Tensor:
-        x = enter_region(x, self.tensor)
         if self.activation == "swiglu":
-            inner = F.silu(self.gate(x, state)) * self.up(x, state)
+            gate, up = column_linears(x, (self.gate, self.up), state)
+            inner = F.silu(gate) * up
         else:
-            inner = F.gelu(self.up(x, state), approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            (up,) = column_linears(x, (self.up,), state)
+            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         return self.down(inner, state)
 
 
@@ -124,9 +125,9 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and, when the embedding is not tied, the output projection with its loss."""
 
-    def __init__(self, cfg: ModelConfig, sizes: ModelSizes, tensor: TensorParallel | None) -> None:
+    def __init__(self, cfg: ModelConfig, sizes: ModelSizes, tensor: TensorParallel | None, loss: LossConfig) -> None:
         super().__init__()
-        self.vocab_size, self.tensor = sizes.vocab_size, tensor
+        self.vocab_size, self.tensor, self.loss = sizes.vocab_size, tensor, loss
         self.norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps, axes=residual_axes(tensor))
         self.output: ColumnParallelLinear | None = None
         if not cfg.tie_embeddings:
@@ -139,7 +140,7 @@ class Head(nn.Module):
         hidden = self.norm(hidden)
         if self.output is None:
             return hidden
-        return _score(hidden, self.output.weight, labels, self.vocab_size, self.tensor)
+        return _score(hidden, self.output.weight, labels, self.vocab_size, self.tensor, self.loss if self.training else LossConfig())
 
 
 class TiedOutput(nn.Module):
@@ -148,15 +149,16 @@ class TiedOutput(nn.Module):
     On a stage that holds the embedding it only refers to the table; on a last stage without one it owns its copy.
     """
 
-    def __init__(self, tokens: VocabParallelEmbedding, *, owner: bool) -> None:
+    def __init__(self, tokens: VocabParallelEmbedding, loss: LossConfig, *, owner: bool) -> None:
         super().__init__()
+        self.loss = loss
         self.tokens = tokens if owner else None
         # inside a tuple it is no child, so its parameters keep one name
         self._reference: tuple[VocabParallelEmbedding, ...] = () if owner else (tokens,)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         table = self._reference[0] if self.tokens is None else self.tokens
-        return _score(hidden, table.weight, labels, table.vocab_size, table.tensor)
+        return _score(hidden, table.weight, labels, table.vocab_size, table.tensor, self.loss if self.training else LossConfig())
 
 
 class Transformer(nn.Module):
@@ -175,8 +177,10 @@ class Transformer(nn.Module):
         layers: range | None = None,
         has_embedding: bool = True,
         has_head: bool = True,
+        loss: LossConfig | None = None,
     ) -> None:
         super().__init__()
+        loss = loss or LossConfig()
         self.cfg, self.sizes = cfg, ModelSizes.of(cfg, vocab_size)
         self.tensor = tensor = None if tensor is None or tensor.size == 1 else tensor
         self.has_embedding, self.has_head = has_embedding, has_head
@@ -188,14 +192,14 @@ class Transformer(nn.Module):
         if has_embedding:
             self.embedding: nn.Module = Embedding(cfg, self.sizes, tensor)
         elif tied:  # the last stage's copy, under the name that the embedding's matrix has everywhere
-            self.embedding = TiedOutput(_token_table(cfg, self.sizes, tensor), owner=True)
+            self.embedding = TiedOutput(_token_table(cfg, self.sizes, tensor), loss, owner=True)
         chosen = range(cfg.num_layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(i): Block(cfg, self.sizes, i, tensor) for i in chosen})
         if has_head:
-            self.head = Head(cfg, self.sizes, tensor)
+            self.head = Head(cfg, self.sizes, tensor, loss)
         if tied and has_embedding:
             assert isinstance(self.embedding, Embedding)
-            self.output = TiedOutput(self.embedding.tokens, owner=False)
+            self.output = TiedOutput(self.embedding.tokens, loss, owner=False)
 
     def forward(
         self,
@@ -208,9 +212,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """`inputs`: tokens [b, s], or on later stages hidden states [b, s, h] (s / tp with sequence parallelism).
 
-        With `labels` [b, s] the sum of the token losses (-100: none), without them logits [b, s, vocab_size]; on a stage without
-        head hidden states. `positions` [b, s] default to 0.. (on from the cache); tokens attend only within their document of
-        `documents` [b, s].
+        With `labels` [b, s] the sum of the token losses (-100: none), in training mode with what `loss` adds; without them logits
+        [b, s, vocab_size]; on a stage without head hidden states. `positions` [b, s] default to 0.. (on from the cache); tokens
+        attend only within their document of `documents` [b, s].
         """
         length = inputs.shape[1]
         if self.tensor is not None:
@@ -288,11 +292,15 @@ def _token_table(cfg: ModelConfig, sizes: ModelSizes, tensor: TensorParallel | N
     return VocabParallelEmbedding(sizes.vocab_size, sizes.padded_vocab, cfg.hidden_size, std=cfg.init_std, tensor=tensor)
 
 
-def _score(hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, tensor: TensorParallel | None) -> Tensor:
-    logits = F.linear(enter_region(hidden, tensor), weight)
+def _score(
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, tensor: TensorParallel | None, loss: LossConfig
+) -> Tensor:
+    logits = column_output(hidden, weight, tensor)
     if labels is None:
         return gather_columns(logits, tensor)[..., :vocab_size]
-    return vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab_size, tensor=tensor)
+    return vocab_parallel_cross_entropy(
+        logits, labels, vocab_size=vocab_size, tensor=tensor, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss
+    )
 
 
 def _attention_mask(

@@ -24,6 +24,7 @@ class ParallelMesh:
     shape: MeshShape
     rank: int
     device: torch.device
+    local_world_size: int | None = None  # ranks of a node
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
@@ -40,7 +41,7 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """Mesh over an initialised process group; see MeshShape.build for sizes and errors. A collective call."""
         shape = MeshShape.build(world_size=world_size, tp=tp, pp=pp, group_size=group_size, local_world_size=local_world_size)
-        mesh = cls(shape=shape, rank=rank, device=torch.device(device))
+        mesh = cls(shape=shape, rank=rank, device=torch.device(device), local_world_size=local_world_size)
         for axes in (("dp_inter",), ("dp_intra",), ("tp",), ("pp",), DATA_AXES, ("pp", *DATA_AXES), AXES):
             group = mesh.new_group(*axes)
             if group is not None:

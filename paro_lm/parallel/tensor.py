@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,24 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from paro_lm.model.spec import NO_AXES, TP_AXES, ParameterSpec, SpecifiedModule
+from paro_lm.parallel.tensor_groups import GroupedCollectives
+
+
+class Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Pending(NamedTuple):
+    """A collective under way. Its `output` may be read after `wait`; `source` is what it reads until then."""
+
+    output: Tensor
+    source: Tensor
+    work: Waitable | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.output
 
 
 @dataclass(kw_only=True)
@@ -25,7 +43,8 @@ class TensorParallel:
     """The ranks that share one model: `group` of `size` ranks, of which this is `rank`.
 
     `record(operation, num_bytes)` is told of every collective with the bytes that one rank sends in a ring: (size-1)/size of the
-    full tensor for all_gather and reduce_scatter, twice that for all_reduce.
+    full tensor for all_gather and reduce_scatter, twice that for all_reduce. With `grouped`, gathers and sums go through it, and it
+    records them; maxima stay with the backend. With `overlap` the sum of an input's gradient runs beside the weight gradients.
     """
 
     group: dist.ProcessGroup | None
@@ -33,34 +52,56 @@ class TensorParallel:
     size: int
     sequence_parallel: bool = False
     record: Callable[[str, int], None] | None = None
+    overlap: bool = True
+    grouped: GroupedCollectives | None = None
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or `op`) over ranks; `x` is consumed."""
-        self._count("all_reduce", 2 * x.nbytes)
+        return self.start_all_reduce(x, op, beside=False).wait()
+
+    def start_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, beside: bool = True) -> Pending:
+        """`all_reduce`, launched; with `beside` it runs while the caller computes. Wait before any other collective."""
         with record_function("tp/all_reduce"):
             x = x.contiguous()
-            dist.all_reduce(x, op=op, group=self.group)
-            return x
+            if self.grouped is not None and op == dist.ReduceOp.SUM:
+                return Pending(x, x, self.grouped.all_reduce(x, beside=beside))
+            self._count("all_reduce", 2 * x.nbytes)
+            return Pending(x, x, dist.all_reduce(x, op=op, group=self.group, async_op=beside))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The ranks' shards, concatenated along `dim`."""
-        self._count("all_gather", x.nbytes * self.size)
         with record_function("tp/all_gather"):
             output = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-            dist.all_gather_into_tensor(output, x.contiguous(), group=self.group)
-            if dim % x.dim() == 0:
+            if self.grouped is not None:
+                self.grouped.all_gather(output, x.contiguous())
+            else:
+                self._count("all_gather", x.nbytes * self.size)
+                dist.all_gather_into_tensor(output, x.contiguous(), group=self.group)
+            if dim % x.dim() == 0 and self._in_rank_order:
                 return output
-            return torch.cat(output.chunk(self.size), dim=dim)
+            chunks = output.chunk(self.size)
+            return torch.cat(chunks if self._in_rank_order else [chunks[chunk] for chunk in self.grouped.order], dim=dim)  # type: ignore[union-attr]
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard along `dim` of the sum over ranks."""
-        self._count("reduce_scatter", x.nbytes)
+        return self.start_reduce_scatter(x, dim, beside=False).wait()
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, *, beside: bool = True) -> Pending:
+        """`reduce_scatter`, launched, as `start_all_reduce`."""
         with record_function("tp/reduce_scatter"):
-            if dim % x.dim() != 0:
-                x = torch.cat(x.chunk(self.size, dim=dim))
+            if dim % x.dim() != 0 or self.grouped is not None:  # a copy, which the grouped collectives may overwrite
+                chunks = x.chunk(self.size, dim=dim)
+                x = torch.cat(chunks if self._in_rank_order else [chunks[rank] for rank in self.grouped.ranks])  # type: ignore[union-attr]
+            x = x.contiguous()
             output = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-            dist.reduce_scatter_tensor(output, x.contiguous(), group=self.group)
-            return output
+            if self.grouped is not None:
+                return Pending(output, x, self.grouped.reduce_scatter(output, x, beside=beside))
+            self._count("reduce_scatter", x.nbytes)
+            return Pending(output, x, dist.reduce_scatter_tensor(output, x, group=self.group, async_op=beside))
+
+    @property
+    def _in_rank_order(self) -> bool:
+        return self.grouped is None or self.grouped.in_rank_order
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a replicated tensor, a view."""
@@ -226,11 +267,14 @@ class ColumnParallelLinear(SpecifiedModule):
 
     def forward(self, x: Tensor, dropout: Any = None) -> Tensor:
         """`dropout` is for the adapter, where there is one."""
-        if self.rows is None:
-            y = F.linear(x, self.weight, self.bias)
-        else:
-            y = F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+        y = F.linear(x, *self.used())
         return y if self.lora is None else y + self.lora(x, dropout)
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of weight and bias that this rank computes with."""
+        if self.rows is None:
+            return self.weight, self.bias
+        return self.weight[self.rows], None if self.bias is None else self.bias[self.rows]
 
     def specs(self) -> dict[str, ParameterSpec]:
         shared: dict[str, Any] = {"partial_axes": TP_AXES, "replicated_axes": TP_AXES} if self.rows is not None else {}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro_lm.config import ModelConfig
+from paro_lm.config import LossConfig, ModelConfig
 from paro_lm.model.dropout import DropoutState, dropout
 from paro_lm.model.generate import generate
 from paro_lm.model.loss import vocab_parallel_cross_entropy
@@ -80,9 +80,9 @@ def gather(value: Tensor, model: Transformer, name: str, tensor: TensorParallel,
     return whole
 
 
-def check_case(cfg: ModelConfig, tensor: TensorParallel, recompute: str) -> None:
-    reference = Transformer(cfg, vocab_size=VOCAB).double().initialize(SEED)
-    model = Transformer(cfg, vocab_size=VOCAB, tensor=tensor).double().initialize(SEED)
+def check_case(cfg: ModelConfig, tensor: TensorParallel, recompute: str, loss_options: LossConfig | None = None) -> None:
+    reference = Transformer(cfg, vocab_size=VOCAB, loss=loss_options).double().initialize(SEED)
+    model = Transformer(cfg, vocab_size=VOCAB, tensor=tensor, loss=loss_options).double().initialize(SEED)
     for either in (reference, model):
         randomise(either)
     apply_activation_checkpointing(model, recompute)
@@ -173,7 +173,12 @@ def check_bytes(tensor: TensorParallel) -> None:
     def record(operation: str, num_bytes: int) -> None:
         counted[operation] += num_bytes
 
-    model = Transformer(LLAMA, vocab_size=VOCAB, tensor=dataclasses.replace(tensor, record=record)).initialize(SEED)
+    check_counted(dataclasses.replace(tensor, record=record), counted)
+
+
+def check_counted(tensor: TensorParallel, counted: Counter[str]) -> None:
+    counted.clear()
+    model = Transformer(LLAMA, vocab_size=VOCAB, tensor=tensor).initialize(SEED)
     tokens, labels = batch()
     model(tokens, labels=labels).backward()
     hidden = 4 * tokens.numel() * 24
@@ -199,10 +204,13 @@ def check_refusals(tensor: TensorParallel) -> None:
 
 def run_checks(rank: int, world_size: int) -> list[str]:
     done = []
-    for sequence_parallel in (False, True):
-        tensor = TensorParallel(group=dist.group.WORLD, rank=rank, size=world_size, sequence_parallel=sequence_parallel)
+    for sequence_parallel, overlap in ((False, True), (True, True), (True, False)):
+        tensor = TensorParallel(group=dist.group.WORLD, rank=rank, size=world_size, sequence_parallel=sequence_parallel, overlap=overlap)
         for name, cfg in CASES.items():
-            check_case(cfg, tensor, "full" if name == "gpt2" else "selective" if name == "grouped" else "none")
+            if not overlap and name != "grouped":
+                continue
+            options = LossConfig(label_smoothing=0.1, z_loss=0.01) if name in ("gpt2", "multi_query_biases") else None
+            check_case(cfg, tensor, "full" if name == "gpt2" else "selective" if name == "grouped" else "none", options)
             done.append(name)
         for check in (check_loss, check_dropout, check_bytes, check_refusals):
             check(tensor)
@@ -213,7 +221,7 @@ def run_checks(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_equals_one_process(tp: int) -> None:
-    assert run_distributed(run_checks, tp) == [list(CASES) * 2] * tp
+    assert run_distributed(run_checks, tp) == [[*CASES, *CASES, "grouped"]] * tp
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -72,6 +72,10 @@ class GridCollectives:
         axes = self._effective(axes)
         return self._order(axes)[self.mesh.index(*axes)] if axes else 0
 
+    def chunk_order(self, axes: Iterable[str]) -> list[int]:
+        """The chunk that each rank over the axes owns, ranks in row-major order."""
+        return self._order(self._effective(axes))
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axes: Iterable[str]) -> None:
         """output = the shards of all ranks over `axes`. `shard` may be this rank's own range of `output`."""
         axes = self._check(output, shard, axes)
