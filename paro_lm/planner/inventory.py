@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paro_lm.config import Config, ModelConfig
+from paro_lm.config import Config, FinetuneConfig, ModelConfig
 from paro_lm.model.flops import layer_costs
 from paro_lm.model.sizes import ModelSizes
+from paro_lm.model.trainable import trainable_in
 from paro_lm.parallel.axes import MeshShape
 from paro_lm.parallel.cost import ElementBytes, UnitSize
 from paro_lm.parallel.sharding import Cell, cell_of_unit
@@ -22,6 +23,9 @@ from paro_lm.parallel.stages import num_stages, split_by_cost, split_layers, sta
 
 ALIGNMENT = 16
 """Elements to which the flat buffers align every parameter and shard (`parallel.buffer.ALIGNMENT`)."""
+
+BYTES_VOCAB = 257
+"""Tokens of `data.tokenizer=bytes`: 256 and the end of a document."""
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -78,19 +82,21 @@ def stage_layers(cfg: Config, *, pp: int, vocab_size: int) -> list[range]:
 
 def stage_profiles(
     cfg: ModelConfig, *, vocab_size: int, tp: int = 1, layers: range | None = None, first: bool = True, last: bool = True,
-    is_trainable: Trainable | None = None,
+    is_trainable: Trainable | None = None, finetune: FinetuneConfig | None = None,
 ) -> list[UnitProfile]:  # fmt: skip
     """Units of one stage in the order of the forward; `layers` are its blocks (default all of them).
 
-    `is_trainable(name of a parameter)` says what is trained; blocks whose parameters differ in it become profiles of their own.
+    `is_trainable(name of a parameter)` says what is trained (by default what `finetune` does); blocks whose parameters differ in it
+    become profiles of their own. `finetune` also adds its adapters.
     """
     sizes = ModelSizes.of(cfg, vocab_size)
-    is_trainable = is_trainable or (lambda name: True)
+    finetune = finetune or FinetuneConfig()
+    is_trainable = is_trainable or trainable_in(finetune, cfg.num_layers)
     chosen = range(cfg.num_layers) if layers is None else layers
     units: list[tuple[str, str, int, dict[str, int]]] = []
     if first:
         units.append(("embedding", "embedding", 0, _embedding(cfg, sizes, tp, with_positions=True)))
-    block = _block(cfg, sizes, tp)
+    block = _block(cfg, sizes, tp, finetune)
     units += [(f"layers.{layer}", "block", layer, block) for layer in chosen]
     if last:
         units.append(("head", "head", 0, _head(cfg, sizes, tp)))
@@ -101,12 +107,13 @@ def stage_profiles(
     for name, kind, layer, parameters in units:
         trained = {key: is_trainable(f"{name}.{key}") for key in parameters}
         backward_passes = backward_passes or any(trained.values())
+        is_output = name == "embedding" and last and cfg.tie_embeddings  # the head's projection: a backward always passes
         profile = UnitProfile(
             name=name,
             kind=kind,
             trainable=tuple(numel for key, numel in parameters.items() if trained[key]),
             frozen=tuple(numel for key, numel in parameters.items() if not trained[key]),
-            gathers=2 if backward_passes else 1,
+            gathers=2 if backward_passes or is_output else 1,
             first_layer=layer,
         )
         if result and kind == "block" and replace(result[-1], name=name, count=1, first_layer=layer) == profile:
@@ -151,13 +158,15 @@ def rank_profiles(
             first=stage == 0,
             last=stage == len(layers) - 1,
             is_trainable=is_trainable,
+            finetune=cfg.finetune,
         )
     ]
 
 
 def vocab_of(cfg: Config, vocab_size: int | None = None) -> int:
-    """Rows of the vocabulary: as given, else the model's, else those of the tokenizer that the run would train."""
-    vocab = vocab_size or cfg.model.vocab_size or (None if cfg.data.tokenizer else cfg.data.vocab_size)
+    """Rows of the vocabulary: as given, else the model's, else those of the tokenizer that the run would train, or of bytes."""
+    of_tokenizer = {None: cfg.data.vocab_size, "bytes": BYTES_VOCAB}.get(cfg.data.tokenizer)
+    vocab = vocab_size or cfg.model.vocab_size or of_tokenizer
     if vocab is None:
         raise ValueError(f"model.vocab_size: must be given for a plan, data.tokenizer={cfg.data.tokenizer} is not opened for it.")
     return vocab
@@ -189,26 +198,25 @@ def _norm(name: str, cfg: ModelConfig, size: int) -> dict[str, int]:
     return {f"{name}.weight": size} | ({f"{name}.bias": size} if cfg.norm == "layernorm" else {})
 
 
-def _block(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> dict[str, int]:
+def _block(cfg: ModelConfig, sizes: ModelSizes, tp: int, finetune: FinetuneConfig) -> dict[str, int]:
     hidden, ffn = cfg.hidden_size, sizes.ffn_size // tp
     query = sizes.query_size // tp
     key = sizes.kv_size if sizes.num_kv_heads < tp else sizes.kv_size // tp  # fewer heads than ranks: each rank holds them all
-    result = _norm("attention_norm", cfg, hidden)
-    for name, rows in (("q", query), ("k", key), ("v", key)):
-        result[f"attention.{name}.weight"] = rows * hidden
-        if cfg.qkv_bias:
-            result[f"attention.{name}.bias"] = rows
-    result["attention.o.weight"] = hidden * query
-    if cfg.out_bias:
-        result["attention.o.bias"] = hidden
+    result = _norm("attention_norm", cfg, hidden) | _norm("mlp_norm", cfg, hidden)
     if cfg.qk_norm:
         result |= {"attention.q_norm.weight": sizes.head_dim, "attention.k_norm.weight": sizes.head_dim}
-    result |= _norm("mlp_norm", cfg, hidden)
-    for name in ("gate", "up") if cfg.activation == "swiglu" else ("up",):
-        result[f"mlp.{name}.weight"] = ffn * hidden
-        if cfg.mlp_bias:
-            result[f"mlp.{name}.bias"] = ffn
-    result["mlp.down.weight"] = hidden * ffn
-    if cfg.mlp_bias:
-        result["mlp.down.bias"] = hidden
+    linears = {
+        "attention.q": (query, hidden, cfg.qkv_bias),
+        "attention.k": (key, hidden, cfg.qkv_bias),
+        "attention.v": (key, hidden, cfg.qkv_bias),
+        "attention.o": (hidden, query, cfg.out_bias),
+        "mlp.up": (ffn, hidden, cfg.mlp_bias),
+        "mlp.down": (hidden, ffn, cfg.mlp_bias),
+    }
+    if cfg.activation == "swiglu":
+        linears["mlp.gate"] = (ffn, hidden, cfg.mlp_bias)
+    for name, (rows, columns, bias) in linears.items():
+        result |= {f"{name}.weight": rows * columns} | ({f"{name}.bias": rows} if bias else {})
+        if finetune.lora_rank and name.partition(".")[2] in finetune.lora_targets:
+            result |= {f"{name}.lora.a": finetune.lora_rank * columns, f"{name}.lora.b": rows * finetune.lora_rank}
     return result
