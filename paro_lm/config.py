@@ -23,6 +23,9 @@ from typing import Any
 SHARDING_NAMES = {"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "fsdp": "GGG", "mics": "III", "hsdp": "III"}
 """Names of well-known strategies and their letters (parameters, gradients, optimizer states)."""
 
+AUTO_SHARDING = "auto"
+"""`parallel.sharding` that leaves the cell to the planner."""
+
 
 def option(default: Any, doc: str, *, choices: str | None = None, least: float | None = None, above: float | None = None) -> Any:
     """A dataclass field with the sentence that `docs/config.md` prints for it and the limits that `check_fields` enforces.
@@ -135,7 +138,9 @@ class ParallelConfig:
     """How work and state are spread over ranks."""
 
     sharding: str = option(
-        "NNN", "Three letters of N, I, G for parameters, gradients, optimizer states, or ddp, zero1, zero2, zero3, fsdp, mics, hsdp."
+        "NNN",
+        "Three letters of N, I, G for parameters, gradients, optimizer states; ddp, zero1, zero2, zero3, fsdp, mics, hsdp; or auto: the "
+        "planner chooses the fastest that fits the machines of the group `cluster`.",
     )
     sharding_overrides: dict[str, str] = option({}, "Cells of single units: name pattern (fnmatch on unit names) to three letters.")
     group_size: int | None = option(None, "Data-parallel ranks in a group; null = those of a node.", least=1)
@@ -317,7 +322,9 @@ class Config:
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "Group: checkpoints.")
     logging: LoggingConfig = option(LoggingConfig(), "Group: metrics.")
     runtime: RuntimeConfig = option(RuntimeConfig(), "Group: process and device.")
-    cluster: ClusterConfig = option(ClusterConfig(), "Group: the machines that a plan is made for; training reads it for a plan only.")
+    cluster: ClusterConfig = option(
+        ClusterConfig(), "Group: the machines that a plan is made for; training reads it for sharding=auto and advice on memory only."
+    )
 
 
 class ConfigError(ValueError):

@@ -24,11 +24,11 @@ from paro_lm.data.dataset import TokenDataset, open_dataset
 from paro_lm.data.loader import Loader, MicroBatch
 from paro_lm.data.prepare import Prepared, prepare
 from paro_lm.evaluate import evaluate, unigram_loss
-from paro_lm.finetune import FirstValues, complete, hf_values, num_trainable
+from paro_lm.finetune import FirstValues, complete, flops_per_token, hf_values, num_trainable
 from paro_lm.logs import ReportedError, report_failure, setup_logging
 from paro_lm.metrics import MetricsLogger, StepRecord, Throughput, memory_gb, peak_tflops
 from paro_lm.model.dropout import dropout_seed
-from paro_lm.model.flops import count_parameters, model_flops
+from paro_lm.model.flops import count_parameters
 from paro_lm.model.transformer import Transformer
 from paro_lm.optim.clip import clip_coefficient, grad_norm
 from paro_lm.optim.optimizer import AdamW
@@ -38,6 +38,7 @@ from paro_lm.parallel.collectives import ByteLedger
 from paro_lm.parallel.mesh import AXES, DATA_AXES, ParallelMesh
 from paro_lm.parallel.replicas import check_replicas, replicas
 from paro_lm.parallel.sharding import advice
+from paro_lm.planning import with_advice, with_cell
 from paro_lm.profiler import Profiler
 from paro_lm.run import Run, open_run
 from paro_lm.sample import sample_text
@@ -74,6 +75,7 @@ class Trainer:
         self.step = 0
         self.consumed_tokens = 0
         self.val_loss = math.nan
+        self.vocab_size = cfg.model.vocab_size or 0  # the tokenizer's, once it is known
         self._stop = StopRequest(cfg.runtime.max_minutes)
         self._logs: Path | None = None  # the run folder, once ranks log into it
 
@@ -93,11 +95,17 @@ class Trainer:
         except (ValueError, OSError):
             raise  # the user's to mend; the command line says it in a sentence
         except Exception as error:
+            error = self._advised(error)
             if self._logs is None:
-                raise
+                raise error from error.__cause__
             raise ReportedError(report_failure(self._logs, self.world.rank, error)) from error
         finally:
             distributed.shutdown(self.world)
+
+    def _advised(self, error: Exception) -> Exception:
+        held = {} if self._logs is None else self.state_bytes()
+        peak = 1e9 * memory_gb(self.world.device)
+        return with_advice(error, self.cfg, self.world, vocab_size=self.vocab_size, held=held, peak=peak)
 
     # ------------------------------------------------------------------ building
 
@@ -106,6 +114,7 @@ class Trainer:
         if not distributed.all_ranks_equal(config_hash(self.cfg)):
             raise ValueError("the ranks were started with different configs; start all of them with the same command line.")
         self.cfg = complete(self.cfg, world_size=self.world.world_size, local_world_size=self.world.local_world_size)
+        self.cfg, self._choice = with_cell(self.cfg, self.world)
         run = distributed.on_rank_zero(lambda: open_run(self.cfg))
         if not run.finished:
             self._build(run, prepare(self.cfg.data, seed=self.cfg.seed))  # a lock lets one rank work; the others find it done
@@ -145,6 +154,8 @@ class Trainer:
         distributed.on_rank_zero(lambda: run.create(cfg, tokenizer))
         self.run, self._logs = run, run.folder
         setup_logging(run.folder, world.rank, console=self.console)
+        if self._choice is not None:
+            logger.info(self._choice)
         if (warning := advice(size.cell for size in self.engine.unit_sizes())) is not None:
             logger.warning(warning)
         self.checkpointer = Checkpointer(
@@ -229,7 +240,7 @@ class Trainer:
         self._describe()
         throughput = Throughput(
             num_ranks=self.world.world_size,
-            flops_per_token=model_flops(cfg.model, vocab_size=self.vocab_size, seq_length=cfg.seq_length) / cfg.seq_length,
+            flops_per_token=flops_per_token(cfg, vocab_size=self.vocab_size),
             peak_tflops=peak_tflops(cfg.logging.peak_tflops, self.mesh.device, self.engine.dtypes.param),
         )
         profiler = Profiler(cfg.logging.profile_steps, self.run.folder / "profile", rank=self.world.rank)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from paro_lm.config import SHARDING_NAMES, Config, FinetuneConfig, leaves
+from paro_lm.config import AUTO_SHARDING, SHARDING_NAMES, Config, FinetuneConfig, leaves
 from paro_lm.model.trainable import LORA_TARGETS, trains_all
 from paro_lm.model.validate import check_model
 from paro_lm.optim.schedule import ramp_problems
@@ -205,12 +205,22 @@ def _logging(cfg: Config) -> Iterator[str]:
 
 
 def _sharding(cfg: Config) -> Iterator[str]:
-    cells = {"parallel.sharding": cfg.parallel.sharding}
+    is_auto = cfg.parallel.sharding.lower() == AUTO_SHARDING
+    if is_auto and cfg.parallel.sharding_overrides:
+        yield (
+            f"parallel.sharding_overrides: the planner chooses one cell for all units with parallel.sharding=auto, got "
+            f"{cfg.parallel.sharding_overrides}; leave them out, or name the cell"
+        )
+    cells = {} if is_auto else {"parallel.sharding": cfg.parallel.sharding}
     cells.update({f"parallel.sharding_overrides.{unit}": cell for unit, cell in cfg.parallel.sharding_overrides.items()})
     for key, cell in cells.items():
         is_cell = len(cell) == 3 and set(cell.upper()) <= set("NIG")
         if not is_cell and cell.lower() not in SHARDING_NAMES:
-            yield f"{key}: must be three letters of N, I, G (parameters, gradients, states) or {', '.join(SHARDING_NAMES)}, got {cell!r}"
+            yield f"{key}: must be three letters of N, I, G (parameters, gradients, states) or {', '.join(_names_for(key))}, got {cell!r}"
+
+
+def _names_for(key: str) -> list[str]:
+    return [*SHARDING_NAMES, *([AUTO_SHARDING] if key == "parallel.sharding" else [])]
 
 
 def _model(cfg: Config) -> list[str]:

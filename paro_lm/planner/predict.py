@@ -153,7 +153,7 @@ def choice_text(result: Plan) -> str:
     rest = "; ".join(f"{candidate.cell} {reason(candidate, best)}" for candidate in others)
     return (
         f"parallel.sharding=auto chose {best.cell}: {gb(best.memory.total)} of {gb(best.budget)} GB, "
-        f"{best.time.total:.3g} s per step predicted" + (f"; {rest}" if rest else "")
+        f"{best.time.total:.3g} s per step predicted for cluster={result.cfg.cluster.name}" + (f"; {rest}" if rest else "")
     )
 
 

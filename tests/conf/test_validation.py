@@ -120,6 +120,8 @@ def test_key_value_heads_that_do_not_fit(kv_heads):
         ("parallel.sequence_parallel", {"parallel": ParallelConfig(sequence_parallel=True)}),
         ("parallel.sharding", {"parallel": ParallelConfig(sharding="NNX")}),
         ("parallel.sharding", {"parallel": ParallelConfig(sharding="zero9")}),
+        ("parallel.sharding_overrides", {"parallel": ParallelConfig(sharding="auto", sharding_overrides={"head": "NNG"})}),
+        ("parallel.sharding_overrides.head", {"parallel": ParallelConfig(sharding_overrides={"head": "auto"})}),
         ("parallel.sharding_overrides.head", {"parallel": ParallelConfig(sharding_overrides={"head": "NG"})}),
         ("data.weights", {"data": DataConfig(train=["a"], weights=[1.0, 2.0])}),
         ("data.weights", {"data": DataConfig(train=["a"], weights=[0.0])}),
@@ -144,7 +146,12 @@ def test_independent_problems_are_all_listed():
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(sharding="IIG"), ParallelConfig(sharding="zero3"), ParallelConfig(sharding_overrides={"layers.*": "NIG"})],
+    [
+        ParallelConfig(sharding="IIG"),
+        ParallelConfig(sharding="zero3"),
+        ParallelConfig(sharding="auto"),
+        ParallelConfig(sharding_overrides={"layers.*": "NIG"}),
+    ],
 )
 def test_cells_that_are_valid(parallel):
     assert validate(Config(parallel=parallel), 4) == []

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paro_lm.config import Config, ModelConfig, ParallelConfig
+from paro_lm.config import Config, FinetuneConfig, ModelConfig, ParallelConfig
+from paro_lm.finetune import prepare_model
 from paro_lm.model.transformer import Transformer
 from paro_lm.parallel import buffer
 from paro_lm.parallel.axes import MeshShape
@@ -101,3 +102,29 @@ def test_the_vocabulary_must_be_known() -> None:
     assert vocab_of(Config()) == 4096
     with pytest.raises(ValueError, match="model.vocab_size"):
         vocab_of(Config(data=replace(Config().data, tokenizer="some/folder")))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "finetune",
+    [
+        FinetuneConfig(lora_rank=3, lora_targets=["q", "v", "down", "gate"]),
+        FinetuneConfig(last_blocks=2),
+        FinetuneConfig(trainable=["head.*"]),
+    ],
+    ids=["lora", "last_blocks", "trainable"],
+)
+def test_units_of_a_fine_tuning_equal_the_model(finetune: FinetuneConfig, tp: int) -> None:
+    shape = MeshShape(dp_inter=2, dp_intra=3, tp=tp)
+    cfg = Config(model=replace(LLAMA, vocab_size=VOCAB), finetune=finetune)
+    model = build(LLAMA, tp, range(5), True, True)
+    prepare_model(model, finetune)
+    units = [unit for profile in rank_profiles(cfg, shape) for unit in profile.expand()]
+    assert [unit.name for unit in units] == [unit.name for unit in model.units()]
+    for expected, unit in zip(model.units(), units, strict=True):
+        for trainable, numels in ((True, unit.trainable), (False, unit.frozen)):
+            assert sorted(numels) == sorted(p.numel() for p in expected.parameters() if p.requires_grad is trainable), unit.name
+    first = {"lora": 1, "last_blocks": 4, "trainable": 6}[
+        "lora" if finetune.lora_rank else "last_blocks" if finetune.last_blocks else "trainable"
+    ]
+    assert [unit.gathers for unit in units] == [1] * first + [2] * (7 - first)
