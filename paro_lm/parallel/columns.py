@@ -24,7 +24,7 @@ def column_linears(x: Tensor, linears: Sequence[ColumnParallelLinear], dropout: 
         x = enter_region(x, tensor)
         return [linear(x, dropout) for linear in linears]
     weights, biases = zip(*(linear.used() for linear in linears), strict=True)
-    inside, *outputs = _Columns.apply(x, tensor, *weights, *biases)
+    inside, *outputs = _columns(x, tensor, *weights, *biases)
     return [y if linear.lora is None else y + linear.lora(inside, dropout) for y, linear in zip(outputs, linears, strict=True)]
 
 
@@ -32,11 +32,16 @@ def column_output(x: Tensor, weight: Tensor, tensor: TensorParallel | None) -> T
     """x W^T for `x` of the residual stream and this rank's rows of W."""
     if not _is_fused(tensor):
         return F.linear(enter_region(x, tensor), weight)
-    return _Columns.apply(x, tensor, weight, None)[1]
+    return _columns(x, tensor, weight, None)[1]
 
 
 def _is_fused(tensor: TensorParallel | None) -> bool:
-    return tensor is not None and tensor.overlap and not torch.compiler.is_compiling()
+    return tensor is not None and tensor.overlap
+
+
+@torch.compiler.disable
+def _columns(x: Tensor, tensor: TensorParallel | None, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    return _Columns.apply(x, tensor, *parameters)
 
 
 class _Columns(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from paro_lm.model.spec import NO_AXES, TP_AXES, ParameterSpec, SpecifiedModule
+from paro_lm.parallel.collectives.native import gather_single, reduce_scatter_single
 from paro_lm.parallel.tensor_groups import GroupedCollectives
 
 
@@ -76,7 +77,7 @@ class TensorParallel:
                 self.grouped.all_gather(output, x.contiguous())
             else:
                 self._count("all_gather", x.nbytes * self.size)
-                dist.all_gather_into_tensor(output, x.contiguous(), group=self.group)
+                gather_single()(output, x.contiguous(), group=self.group)
             if dim % x.dim() == 0 and self._in_rank_order:
                 return output
             chunks = output.chunk(self.size)
@@ -97,7 +98,7 @@ class TensorParallel:
             if self.grouped is not None:
                 return Pending(output, x, self.grouped.reduce_scatter(output, x, beside=beside))
             self._count("reduce_scatter", x.nbytes)
-            return Pending(output, x, dist.reduce_scatter_tensor(output, x, group=self.group, async_op=beside))
+            return Pending(output, x, reduce_scatter_single()(output, x, group=self.group, async_op=beside))
 
     @property
     def _in_rank_order(self) -> bool:
@@ -198,14 +199,20 @@ def enter_region(x: Tensor, tensor: TensorParallel | None) -> Tensor:
     """From the residual stream into column-parallel layers: full sequence, gradients summed over ranks."""
     if tensor is None:
         return x
-    return (_GatherSequence if tensor.sequence_parallel else _Copy).apply(x, tensor)
+    return _apply(_GatherSequence if tensor.sequence_parallel else _Copy, x, tensor)
 
 
 def leave_region(x: Tensor, tensor: TensorParallel | None) -> Tensor:
     """From row-parallel layers back to the residual stream: partial outputs summed, the own sequence shard kept."""
     if tensor is None:
         return x
-    return (_ReduceScatterSequence if tensor.sequence_parallel else _Reduce).apply(x, tensor)
+    return _apply(_ReduceScatterSequence if tensor.sequence_parallel else _Reduce, x, tensor)
+
+
+@torch.compiler.disable
+def _apply(region: type[torch.autograd.Function], x: Tensor, tensor: TensorParallel) -> Tensor:
+    """Collectives and what counts them stay out of compiled graphs."""
+    return region.apply(x, tensor)
 
 
 def gather_columns(x: Tensor, tensor: TensorParallel | None) -> Tensor:

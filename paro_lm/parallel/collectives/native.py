@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,12 @@ import torch.distributed as dist
 from paro_lm.parallel.collectives.lane import Lane, Workspace
 
 
-def gather_single() -> Callable[..., object]:
+def gather_single() -> Callable[..., Any]:
     """all_gather of one tensor into one tensor, by the name that this torch has for it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter_single() -> Callable[..., object]:
+def reduce_scatter_single() -> Callable[..., Any]:
     """reduce_scatter of one tensor into one tensor, by the name that this torch has for it."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
