@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ OF_THE_RUN = ("init_from", "dropout", "vocab_divisor")
 MAY_CHANGE = ("max_positions", "rope_theta", "rope_scaling", "init_std", "sliding_window")
 """Model options that may differ from the folder's, since no parameter depends on them (a longer context, say)."""
 ANY_NAME = ("name",)
+Options = TypeVar("Options", bound=Config)
 
 
 def resolve(cfg: Config) -> Config:
@@ -41,17 +42,25 @@ def resolve(cfg: Config) -> Config:
     """
     if cfg.model.init_from is None:
         return cfg
-    folder = hf_folder(cfg.model.init_from)
-    _, theirs = model_from_hf(read_json(folder / "config.json"), where=folder / "config.json")
-    model = _merged(cfg.model, theirs)
+    cfg = resolve_model(cfg)
+    folder = hf_folder(str(cfg.model.init_from))
     if cfg.data.tokenizer is not None:
-        return replace(cfg, model=model)
+        return cfg
     if not has_tokenizer(folder):
         raise ValueError(
             f"model.init_from={cfg.model.init_from}: {folder} has no tokenizer (tokenizer.json, vocab.json or a sentencepiece .model); "
             "copy its files into the folder, or set data.tokenizer."
         )
-    return replace(cfg, model=model, data=replace(cfg.data, tokenizer=str(folder)))
+    return replace(cfg, data=replace(cfg.data, tokenizer=str(folder)))
+
+
+def resolve_model(cfg: Options) -> Options:
+    """The model's part of `resolve`; needs no tokenizer."""
+    if cfg.model.init_from is None:
+        return cfg
+    folder = hf_folder(cfg.model.init_from)
+    _, theirs = model_from_hf(read_json(folder / "config.json"), where=folder / "config.json")
+    return replace(cfg, model=_merged(cfg.model, theirs))
 
 
 def _merged(mine: ModelConfig, theirs: ModelConfig) -> ModelConfig:

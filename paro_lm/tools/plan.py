@@ -34,6 +34,7 @@ TOOL = Tool(
     examples=(
         "paro-plan model=llama_7b cluster=a100_roce",
         "paro-plan model=llama_65b cluster=h100_ib cluster.nodes=8 seq_length=4096 global_batch_size=1024",
+        "paro-plan model=hf model.init_from=path/of/checkpoint finetune=lora cluster=a100_roce",
         "paro-plan model=llama_7b cluster=a100_roce plan.tp=1 plan.pp=1 plan.budget_gb=20",
     ),
     schema=PlanConfig,
@@ -48,6 +49,10 @@ def task(cfg: PlanConfig) -> int:
     from paro_lm.planner.report import plot, print_plan, write_csv
     from paro_lm.planner.search import plan
 
+    if cfg.model.init_from is not None:
+        from paro_lm.finetune import resolve_model  # torch comes along
+
+        cfg = resolve_model(cfg)
     world_size = cfg.plan.world_size or cfg.cluster.nodes * cfg.cluster.ranks_per_node
     result = plan(cfg, world_size=world_size, options=cfg.plan)
     print_plan(result, Console(), rows=cfg.plan.rows)
