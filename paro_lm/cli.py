@@ -73,8 +73,9 @@ def config_folder() -> Path:
 
 def check_run(cfg: Config) -> list[str]:
     """`validate` for the world that the launcher (torchrun) announces, or the fake one that the config names."""
-    world_size = cfg.runtime.world_size if cfg.runtime.backend == "fake" else None
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if cfg.runtime.backend == "fake":
+        return validate(cfg, cfg.runtime.world_size or world_size, cfg.cluster.ranks_per_node, complete=False)
     return validate(cfg, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), complete=False)
 
 

@@ -267,7 +267,11 @@ class RuntimeConfig:
     device: str = option(
         "auto", "Device; auto takes the first of cuda, mps (one process), cpu that exists.", choices="auto | cuda | mps | cpu"
     )
-    backend: str = option("auto", "Backend of the process group; auto fits the device.", choices="auto | nccl | gloo | fake")
+    backend: str = option(
+        "auto",
+        "Backend of the process group; auto fits the device; fake trains nothing and prints what every kind of rank would hold.",
+        choices="auto | nccl | gloo | fake",
+    )
     world_size: int | None = option(None, "Ranks of a fake world (backend=fake); null = from the launcher.", least=1)
     timeout_minutes: float = option(10.0, "A collective that takes longer ends the run.", above=0)
     max_minutes: float = option(0.0, "Save and stop after this many minutes; 0 = no limit.", least=0)

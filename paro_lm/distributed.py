@@ -81,6 +81,8 @@ def initialize(runtime: RuntimeConfig) -> World:
     backend = runtime.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "fake":
+        raise ValueError("runtime.backend=fake only describes a training run (paro-train); use auto, nccl or gloo here.")
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"runtime.backend=nccl needs CUDA devices, got {device.type}; use runtime.backend=auto.")
     if device.type == "cuda":

@@ -12,14 +12,20 @@ TOOL = Tool(
         "paro-train experiment=quickstart",
         "paro-train model=llama_125m data.train='my/*.txt' run_name=mine steps=2000 optim.lr=6e-4",
         "torchrun --nproc-per-node 4 -m paro_lm.train parallel.sharding=NNN precision=bf16",
+        "paro-train experiment=llama_7b cluster=h100_ib runtime.backend=fake runtime.world_size=1024",
     ),
     check=check_run,
 )
 
 
 def task(cfg: Config) -> int:
-    """Train; the exit code is 0 when done and 75 when stopped after saving."""
-    from paro_lm.trainer import Trainer  # torch is imported only for a config that is right
+    """Train, or describe a fake world; the exit code is 0 when done and 75 when stopped after saving."""
+    # torch is imported only for a config that is right
+    if cfg.runtime.backend == "fake":
+        from paro_lm.fake import describe_world
+
+        return describe_world(cfg)
+    from paro_lm.trainer import Trainer
 
     return Trainer(cfg).fit()
 

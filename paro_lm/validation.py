@@ -19,12 +19,6 @@ from paro_lm.parallel.sharding import ALIASES, Cell
 from paro_lm.parallel.stages import ZERO_BUBBLE, layout_problems
 from paro_lm.trackers import tracker_problems
 
-# What the schema names and the engine cannot do yet. Whoever adds a feature deletes its line.
-NOT_SUPPORTED_YET: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    ("runtime.backend", lambda cfg: cfg.runtime.backend == "fake", "fake worlds are not supported yet; use auto, nccl or gloo"),
-)
-
-
 Check = Callable[[Config], Iterable[str]]
 
 
@@ -41,7 +35,7 @@ def validate(cfg: Config, world_size: int, local_world_size: int | None = None, 
         dividing += [_model, _finetuned_model, _pipeline_of(world_size)]
     of_steps: list[Check] = [_schedule, _logging] if has_steps else []
     of_tokenizer: list[Check] = [_tokenizer] if has_model else []
-    for check in (_names, _data, *of_tokenizer, _precision, _optimizer, *of_steps, _sharding, _tensor, _finetune, *dividing, _unsupported):
+    for check in (_names, _data, *of_tokenizer, _precision, _optimizer, *of_steps, _sharding, _tensor, _finetune, *dividing):
         problems.extend(check(cfg))
     return problems
 
@@ -65,13 +59,6 @@ def _field_problems(cfg: Any) -> Iterator[str]:
             yield f"{key}: must be at least {least}, got {value}"
         elif above is not None and value <= above:
             yield f"{key}: must be above {above}, got {value}"
-
-
-def _unsupported(cfg: Config) -> Iterator[str]:
-    for key, applies, reason in NOT_SUPPORTED_YET:
-        if applies(cfg):
-            group, _, name = key.partition(".")
-            yield f"{key}: {reason} (got {getattr(getattr(cfg, group), name)})"
 
 
 def _names(cfg: Config) -> Iterator[str]:

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from paro_lm import validation
 from paro_lm.config import (
     SHARDING_NAMES,
     BatchRampConfig,
@@ -24,17 +23,11 @@ from paro_lm.validation import num_micro_batches, validate
 FP64 = PrecisionConfig(name="fp64", param_dtype="fp64", grad_dtype="fp64", reduce_dtype="fp64", main_dtype="fp64")
 
 
-@pytest.fixture
-def everything_supported(monkeypatch):
-    monkeypatch.setattr(validation, "NOT_SUPPORTED_YET", ())
-
-
 def test_the_default_is_valid():
     assert validate(Config(), 1) == []
     assert validate(Config(), 4, 2) == []
 
 
-@pytest.mark.usefixtures("everything_supported")
 def test_micro_batches_follow_from_global_numbers():
     cfg = Config(global_batch_size=128, micro_batch_size=2)
     assert validate(cfg, 16) == []
@@ -65,7 +58,6 @@ def test_groups_that_divide():
         assert validate(Config(parallel=ParallelConfig(group_size=group_size)), 4) == []
 
 
-@pytest.mark.usefixtures("everything_supported")
 @pytest.mark.parametrize(("pp", "tp", "world"), [(2, 2, 6), (1, 4, 2), (3, 1, 4)])
 def test_worlds_that_do_not_split(pp, tp, world):
     problems = [p for p in validate(Config(parallel=ParallelConfig(pp=pp, tp=tp)), world) if f"{world} ranks cannot be split" in p]
@@ -73,13 +65,11 @@ def test_worlds_that_do_not_split(pp, tp, world):
     assert f"multiple of {pp * tp}" in problems[0]
 
 
-@pytest.mark.usefixtures("everything_supported")
 def test_tensor_parallel_ranks_do_not_straddle_nodes():
     assert any("straddle" in problem for problem in validate(Config(parallel=ParallelConfig(tp=2)), 6, 3))
     assert validate(Config(parallel=ParallelConfig(tp=2)), 8, 4) == []
 
 
-@pytest.mark.usefixtures("everything_supported")
 @pytest.mark.parametrize("kv_heads", [5, 0, -1, 64])
 def test_key_value_heads_that_do_not_fit(kv_heads):
     cfg = Config(model=ModelConfig(num_heads=32, num_kv_heads=kv_heads))
@@ -161,17 +151,6 @@ def test_names_of_strategies_are_those_of_the_engine():
     from paro_lm.parallel.sharding import ALIASES
 
     assert ALIASES == SHARDING_NAMES
-
-
-@pytest.mark.parametrize("entry", validation.NOT_SUPPORTED_YET, ids=lambda entry: entry[0])
-def test_what_is_not_supported_yet_is_refused_by_name(entry):
-    changes = {
-        "runtime.backend": RuntimeConfig(backend="fake", world_size=2),
-    }
-    group = entry[0].partition(".")[0]
-    problems = validate(dataclasses.replace(Config(), **{group: changes[entry[0]]}), 2)
-    assert [problem.partition(":")[0] for problem in problems] == [entry[0]]
-    assert "not supported yet" in problems[0]
 
 
 def test_ramp_sizes_divide_by_what_all_ranks_take():
