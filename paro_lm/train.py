@@ -1,4 +1,4 @@
-"""`paro-train`, also `python -m paro_lm.train` and under torchrun: pretrain or continue a run from a hydra config."""
+"""`paro-train`, also `python -m paro_lm.train` and under torchrun: pretrain, fine-tune or continue a run from a hydra config."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from paro_lm.config import Config
 
 TOOL = Tool(
     name="paro-train",
-    description="pretrain a language model, or continue a run.",
+    description="pretrain or fine-tune a language model, or continue a run.",
     examples=(
         "paro-train experiment=quickstart",
         "paro-train model=llama_125m data.train='my/*.txt' run_name=mine steps=2000 optim.lr=6e-4",
+        "paro-train model=hf model.init_from=path/of/checkpoint data=chat data.train='chats/*.jsonl' finetune=lora epochs=2 run_name=chat",
         "torchrun --nproc-per-node 4 -m paro_lm.train parallel.sharding=NNN precision=bf16",
         "paro-train experiment=llama_7b cluster=h100_ib runtime.backend=fake runtime.world_size=1024",
     ),
