@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from tests.test_trainer import losses, make_config, records, tokens, weights  # noqa: F401 (a fixture)
 
 from paro_lm.config import Config
 from paro_lm.testing import run_distributed
 from paro_lm.trainer import Trainer
+from tests.test_trainer import losses, make_config, records, tokens, weights  # noqa: F401 (a fixture)
 
 STEPS = 6
 SIZE = ["model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2", "model.hidden_size=24", "model.vocab_size=257"]
@@ -136,6 +138,7 @@ def covering(world_size: int) -> list[Layout]:
             layouts.append(Layout(pp=2, micro_batches=3, **common | {"dp": 4, "group": 2}))
     if world_size == 4:
         layouts += [Layout(pp=2, dp=2, group=2, cell=cell, tied=False, schedule="zbv", micro_batches=2) for cell in ("III", "IIG", "GGG")]
+        layouts += [Layout(pp=2, dp=2, group=1, cell=cell, schedule="1f1b", micro_batches=4) for cell in ("GGG", "IIG", "NIG")]  # case T8
         layouts += [Layout(dp=4, group=2, cell="IIG", checkpointing="selective"), Layout(pp=4, micro_batches=6), Layout(tp=4, model="gpt2")]
     return layouts
 
@@ -146,3 +149,38 @@ def test_layouts_on_four_ranks(tokens: Path) -> None:  # noqa: F811
 
 def test_layouts_on_eight_ranks(tokens: Path) -> None:  # noqa: F811
     check(tokens, covering(8))
+
+
+# ------------------------------------------------------------------------------------------------ the whole matrix
+
+MESHES = [(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2), (1, 2), (1, 2, 4)) if 1 < tp * pp * dp <= 8]
+SPLIT_BACKWARD = ("NNN", "III", "IIG", "GGG")
+"""Cells that the matrix runs under zbv."""
+
+
+def matrix(tp: int, pp: int, dp: int, model: str) -> Iterator[Layout]:
+    """Every cell, schedule, number of micro-batches, tied or not, with and without sequence parallelism, on one mesh.
+
+    With one data rank all cells are the same.
+    """
+    schedules = ("gpipe", "1f1b", "interleaved_1f1b", "zbv") if pp > 1 else ("1f1b",)
+    numbers = (2, 3, 6) if pp > 1 else (1, 3)
+    cells = CELLS if dp > 1 else ("NNN",)
+    for tied, schedule, cell, number, sequence in itertools.product((True, False), schedules, cells, numbers, (False, True)[:tp]):
+        if schedule == "zbv" and (tied or cell not in SPLIT_BACKWARD):  # tied is refused: one rank holds both ends
+            continue
+        group = 2 if dp > 1 else None
+        yield Layout(
+            model=model, tied=tied, tp=tp, pp=pp, dp=dp, group=group, cell=cell, schedule=schedule, sequence_parallel=sequence,
+            micro_batches=number,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("tp", "pp", "dp"), MESHES)
+def test_every_layout(tokens: Path, tp: int, pp: int, dp: int, model: str) -> None:  # noqa: F811
+    layouts = list(matrix(tp, pp, dp, model))
+    for start in range(0, len(layouts), 40):
+        check(tokens, layouts[start : start + 40])
