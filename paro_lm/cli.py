@@ -171,10 +171,10 @@ def _groups_of(tool: Tool, folders: list[Path], overrides: Sequence[str] = ()) -
     sections = set(field_types(tool.schema))
     is_run = issubclass(tool.schema, Config)  # then an experiment, which is no section, is a choice too
     for folder in folders:
-        for path in folder.glob("*/*.yaml"):
-            if not is_run and path.parent.name not in sections:
-                continue
-            groups.setdefault(path.parent.name, set()).add(path.stem)
+        for path in folder.glob("*/**/*.yaml"):
+            group, *choice = path.relative_to(folder).with_suffix("").parts
+            if is_run or group in sections:
+                groups.setdefault(group, set()).add("/".join(choice))
     if any(override.lstrip("+").startswith("hydra.searchpath") for override in overrides):
         return dict.fromkeys(groups)
     return dict(groups)

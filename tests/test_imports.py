@@ -15,7 +15,7 @@ ALLOWED = {
     "overrides": set(),
     "validation": {"model.validate", "model.trainable", "optim.schedule", "parallel.sharding", "parallel.stages", "trackers"},
     "cli": {"overrides", "validation", "logs"},
-    "train": {"cli", "trainer", "validation"},
+    "train": {"cli", "fake", "trainer", "validation"},
     "distributed": set(),
     "testing": {"distributed"},
     "parallel.axes": set(),
