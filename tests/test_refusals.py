@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.test_trainer import MODEL, tokens  # noqa: F401 (a fixture)
 
 from paro_lm.cli import hydra_entry
 from paro_lm.train import TOOL, task
+from tests.test_trainer import MODEL, tokens  # noqa: F401 (a fixture)
 
 SHORT = [*MODEL, "seq_length=16", "global_batch_size=4", "micro_batch_size=2", "steps=1", "eval.every=0"]
 
