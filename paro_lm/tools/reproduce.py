@@ -24,12 +24,19 @@ class ReproduceConfig:
 
     tables: list[str] = option([], f"Of {', '.join(TABLES)}; empty = all.")
     folder: str = option("outputs/reproduce", "Folder of reproduce.md, one CSV per table, and the figures.")
+    convergence: bool = option(False, "Also train a small model in four cells (R14) on four local processes; says first how long it takes.")
+    convergence_steps: int = option(300, "Steps of those runs.", least=1)
+    convergence_data: list[str] = option([], "Text files for them; empty = the text that `make train` prepares.")
 
 
 TOOL = Tool(
     name="paro-reproduce",
     description="the paper's tables and figures from the cost model, beside the published figures; needs no cluster.",
-    examples=("paro-reproduce", "paro-reproduce tables=claims,scaling folder=outputs/claims"),
+    examples=(
+        "paro-reproduce",
+        "paro-reproduce tables=[claims,scaling] folder=outputs/claims",
+        "paro-reproduce convergence=true convergence_steps=500",
+    ),
     schema=ReproduceConfig,
     config_name="reproduce",
 )
@@ -40,21 +47,34 @@ def task(cfg: ReproduceConfig) -> int:
     tables = reproduce(cfg.tables)
     folder = Path(cfg.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    measured: dict[str, str] = {}
+    if cfg.convergence:
+        tables.append(_converge(cfg, folder))
+        measured["convergence"] = "convergence.png"
     for table in tables:
         with (folder / f"{table.name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow([*table.header, "label"])
             writer.writerows([*row, table.label] for row in table.rows)
-    figures = _figures({table.name: table for table in tables}, folder)
+    figures = _figures({table.name: table for table in tables}, folder) | measured
     lines = ["# The paper's tables and figures", "", provenance(), ""]
     for table in tables:
         lines += markdown(table, figures.get(table.name))
     (folder / "reproduce.md").write_text("\n".join(lines), encoding="utf-8")
     for table in tables:
-        if table.name in ("claims", "guideline"):
+        if table.name in ("claims", "guideline", "convergence"):
             print("\n".join(markdown(table, None)))
     print(f"everything: {folder / 'reproduce.md'}")
     return EXIT_OK
+
+
+def _converge(cfg: ReproduceConfig, folder: Path) -> ResultTable:
+    from paro_lm.tools.convergence import RANKS, convergence_table, train_all, write_curves
+
+    curves = train_all(steps=cfg.convergence_steps, data=cfg.convergence_data, folder=folder / "convergence")
+    write_curves(curves, folder)
+    where = provenance(device=f"{RANKS} processes on the CPU", backend="gloo", seed="1234, other 4321")
+    return convergence_table(curves, steps=cfg.convergence_steps, provenance=where)
 
 
 def markdown(table: ResultTable, figure: str | None) -> list[str]:
@@ -66,8 +86,8 @@ def markdown(table: ResultTable, figure: str | None) -> list[str]:
     return lines + ([f"![{table.title}]({figure})", ""] if figure else [])
 
 
-def provenance() -> str:
-    """Where the figures come from: device, backend, commit, seed, command, date."""
+def provenance(*, device: str = "none", backend: str = "none (formulas only)", seed: str = "of the fit: 0") -> str:
+    """Where figures come from: device, backend, commit, seed, command, date."""
     root = Path(__file__).resolve().parents[2]
     try:
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
@@ -76,7 +96,7 @@ def provenance() -> str:
         commit = "unknown"
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return (
-        f"device: none, backend: none (formulas only, Python {platform.python_version()}); commit: {commit}; seed of the fit: 0; "
+        f"device: {device}; backend: {backend}; Python {platform.python_version()}; commit: {commit}; seed {seed}; "
         f"command: `{command}`; {datetime.date.today().isoformat()}"
     )
 
