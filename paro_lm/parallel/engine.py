@@ -15,6 +15,7 @@ Two queues carry collectives, one for parameters and one for gradients; each see
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,9 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from paro_lm.model.spec import ParameterSpec, Unit
-from paro_lm.parallel.buffer import FlatShard, Slot, flat_shard
+from paro_lm.parallel.buffer import FlatShard, Slot
 from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.cost import UnitSize
 from paro_lm.parallel.mesh import DATA_AXES, ParallelMesh
@@ -34,7 +34,7 @@ from paro_lm.parallel.queue import make_queue
 from paro_lm.parallel.seams import Seams
 from paro_lm.parallel.sharding import Cell
 from paro_lm.parallel.unit_buffer import Dtypes, UnitBuffer
-from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, UnitBuilder
+from paro_lm.parallel.units import Calls, Reduction, RuntimeUnit, State, UnitBuilder, when_all_have_gradients
 
 PUBLISH_AHEAD = 2
 """Units by which publishing sharded parameters runs ahead of gathering them."""
@@ -84,7 +84,7 @@ class ShardingEngine:
             specs=specs,
             shared=self.seams.shared,
         )
-        self._stages = self._builder.build(_per_stage(units), value_of)
+        self._stages = self._builder.build(units, value_of)
         self._units = [unit for stage in self._stages for unit in stage.units]
         self._pending: list[RuntimeUnit] = []
         self._held = False
@@ -166,7 +166,7 @@ class ShardingEngine:
         if differentiable:
             calls.hooked += 1
             # Kept to be removed: buffers that a pipeline receives into are inputs again in the next step.
-            calls.handles.append(_when_all_have_gradients(differentiable, lambda: self._after_backward_call(unit, calls)))
+            calls.handles.append(when_all_have_gradients(differentiable, lambda: self._after_backward_call(unit, calls)))
         else:
             calls.open += 1
 
@@ -209,7 +209,7 @@ class ShardingEngine:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            self._take_gradient(unit, buffer, slot, gradient)
+            unit.take_gradient(buffer, slot, gradient)
             if len(unit.written) == unit.num_trainable:
                 calls = unit.calls.get(unit.stage.backward_of)
                 if calls is None or calls.hooked == 0:  # nothing is left to flow through this unit
@@ -217,27 +217,6 @@ class ShardingEngine:
                 self._gradients_ready(unit)
 
         return hook
-
-    @torch.no_grad()
-    def _take_gradient(self, unit: RuntimeUnit, buffer: UnitBuffer, slot: Slot, gradient: torch.Tensor) -> None:
-        assert unit.stage.is_last_backward is not None, "backward outside `with engine.micro_batch(last=...)`"
-        assert buffer.grad is not None
-        if unit.position >= unit.stage.cursor:
-            raise ValueError(
-                f"a second backward gave {slot.name} a gradient after the first one's were on their way; "
-                "enter `with engine.micro_batch(last=...)` anew for every backward."
-            )
-        if buffer.cell.grad:
-            target, first = buffer.begin_reduction(), slot.name not in unit.written
-        else:
-            target, first = buffer.grad, slot.name not in buffer.written
-        view = target[slot.start : slot.stop]
-        if first:
-            view.copy_(gradient.reshape(-1))
-        else:
-            view.add_(gradient.reshape(-1))
-        unit.written.add(slot.name)
-        buffer.written.add(slot.name)
 
     def _gradients_ready(self, unit: RuntimeUnit) -> None:
         """Issue reductions from the last unit to the first, whatever the order in which gradients become ready."""
@@ -339,7 +318,7 @@ class ShardingEngine:
                         parameter = unit.parameters[slot.name]
                         gradient, parameter.grad = parameter.grad, None
                         if gradient is not None:
-                            self._take_gradient(unit, buffer, slot, gradient)
+                            unit.take_gradient(buffer, slot, gradient)
 
     def finish_gradients(self) -> None:
         """Wait until every gradient is complete, and agree over the data ranks on which parameters had one."""
@@ -455,43 +434,15 @@ class ShardingEngine:
 
     def parameter_shards(self) -> dict[str, FlatShard]:
         """What a checkpoint holds of the parameters: main parameters of trainable ones, parameters of frozen ones."""
-        result = {}
-        for unit in self._units:
-            for buffer in unit.buffers:
-                placement = buffer.cell.main if buffer.main is not None else buffer.cell.param
-                shard = buffer.main if buffer.main is not None else buffer.param
-                for segment in buffer.segments(placement):
-                    result[segment.slot.name] = flat_shard(segment, shard)
-        return result
+        return {name: shard for buffer in self.buffers() for name, shard in buffer.parameter_shards().items()}
 
     def unit_sizes(self) -> list[UnitSize]:
         """Padded elements of every unit with its cell, what the formulas of `parallel.cost` take."""
-        result = []
-        for unit in self._units:
-            numel = {trainable: sum(b.layout.numel for b in unit.buffers if b.trainable is trainable) for trainable in (True, False)}
-            result.append(UnitSize(cell=unit.cell, trainable=numel[True], frozen=numel[False]))
-        return result
+        return [unit.size() for unit in self._units]
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's resting parameters, gradients and main parameters; `shared` of them are counted in param and in main."""
-        result = {"param": 0, "grad": 0, "main": 0, "shared": 0}
-        for unit in self._units:
-            for buffer in unit.buffers:
-                result["param"] += buffer.param.nbytes
-                result["grad"] += buffer.grad.nbytes if buffer.grad is not None else 0
-                if buffer.main is not None:
-                    result["main"] += buffer.main.nbytes
-                    result["shared"] += buffer.main.nbytes if buffer.main is buffer.param else 0
-        return result
-
-
-def _per_stage(units: Sequence[Unit] | Sequence[Sequence[Unit]]) -> list[list[Unit]]:
-    flat = [unit for unit in units if isinstance(unit, Unit)]
-    return [flat] if flat else [list(stage) for stage in units if not isinstance(stage, Unit)]
-
-
-def _when_all_have_gradients(tensors: Sequence[torch.Tensor], done: Callable[[], None]) -> RemovableHandle:
-    """Call `done` when the gradients of all these tensors are known."""
-    if len(tensors) == 1:  # works for leaves under autograd.grad too, which split backwards use
-        return tensors[0].register_hook(lambda grad: done())
-    return torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: done(), mode="all")
+        total = Counter({"param": 0, "grad": 0, "main": 0, "shared": 0})
+        for buffer in self.buffers():
+            total.update(buffer.state_bytes())
+        return dict(total)

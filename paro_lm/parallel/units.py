@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paro_lm.model.spec import ParameterSpec, Unit
-from paro_lm.parallel.buffer import FlatLayout
+from paro_lm.parallel.buffer import FlatLayout, Slot
+from paro_lm.parallel.cost import UnitSize
 from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.queue import Handle
 from paro_lm.parallel.sharding import Cell
@@ -38,6 +39,13 @@ class Calls:
 
     def __bool__(self) -> bool:
         return self.hooked + self.open > 0
+
+
+def when_all_have_gradients(tensors: Sequence[torch.Tensor], done: Callable[[], None]) -> RemovableHandle:
+    """Call `done` when the gradients of all these tensors are known."""
+    if len(tensors) == 1:  # works for leaves under autograd.grad too, which split backwards use
+        return tensors[0].register_hook(lambda grad: done())
+    return torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: done(), mode="all")
 
 
 @dataclass(kw_only=True)
@@ -82,6 +90,32 @@ class RuntimeUnit:
     @property
     def is_unsharded(self) -> bool:
         return all(buffer.unsharded for buffer in self.buffers)
+
+    @torch.no_grad()
+    def take_gradient(self, buffer: UnitBuffer, slot: Slot, gradient: torch.Tensor) -> None:
+        """Add a gradient to what this micro-batch reduces, or to whole gradients directly."""
+        assert self.stage.is_last_backward is not None, "backward outside `with engine.micro_batch(last=...)`"
+        assert buffer.grad is not None
+        if self.position >= self.stage.cursor:
+            raise ValueError(
+                f"a second backward gave {slot.name} a gradient after the first one's were on their way; "
+                "enter `with engine.micro_batch(last=...)` anew for every backward."
+            )
+        if buffer.cell.grad:
+            target, first = buffer.begin_reduction(), slot.name not in self.written
+        else:
+            target, first = buffer.grad, slot.name not in buffer.written
+        view = target[slot.start : slot.stop]
+        if first:
+            view.copy_(gradient.reshape(-1))
+        else:
+            view.add_(gradient.reshape(-1))
+        self.written.add(slot.name)
+        buffer.written.add(slot.name)
+
+    def size(self) -> UnitSize:
+        numel = {trainable: sum(b.layout.numel for b in self.buffers if b.trainable is trainable) for trainable in (True, False)}
+        return UnitSize(cell=self.cell, trainable=numel[True], frozen=numel[False])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -147,17 +181,19 @@ class UnitBuilder:
     specs: Mapping[str, ParameterSpec] | None = None
     shared: frozenset[str] = frozenset()
 
-    def build(self, stages: Sequence[Sequence[Unit]], value_of: Callable[[str], torch.Tensor] | None) -> list[Stage]:
-        """Units of all stages with their first values: from `value_of(name)`, or those that the parameters have.
+    def build(self, units: Sequence[Unit] | Sequence[Sequence[Unit]], value_of: Callable[[str], torch.Tensor] | None) -> list[Stage]:
+        """Units of one stage or of several, with their first values: from `value_of(name)`, or those that the parameters have.
 
         A parameter belongs to the first unit that lists it.
         """
+        alone = [unit for unit in units if isinstance(unit, Unit)]
+        stages = [alone] if alone else [list(stage) for stage in units if not isinstance(stage, Unit)]
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         owned: set[int] = set()
         result = []
-        for units in stages:
+        for members in stages:
             stage = Stage()
-            for position, unit in enumerate(units):
+            for position, unit in enumerate(members):
                 parameters = {names[id(p)]: p for p in unit.parameters() if id(p) not in owned}
                 owned.update(map(id, parameters.values()))
                 buffers, installed = self._install(unit.name, parameters, value_of)

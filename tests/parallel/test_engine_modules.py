@@ -17,7 +17,7 @@ from paro_lm.testing import run_distributed
 from tests.parallel.bag import BF16, Bag, backward, bag_engine, sgd
 from tests.parallel.test_engine import OPTIM, Toy, batches, build, make_grids, train, whole
 
-STEPS = 3
+STEPS = 2
 
 
 class Recomputing(Toy):
@@ -118,14 +118,14 @@ def run_plain(make: Callable[[], Toy], data: torch.Tensor) -> tuple[list[float],
 
 
 MIXED = "NNG, IIG, GGG and NIG"
-CELLS = ("NNN", "NIG", "III", "IIG", "IGG", "GGG", "GGN", MIXED)
+CELLS = ("NNN", "NIG", "IIG", "GGN", MIXED)
 CASES: dict[type[Toy], tuple[str, ...]] = {
     Recomputing: CELLS,
     Looping: CELLS,
-    RecomputingLoop: ("IIG", "GGG", MIXED),
-    Branching: ("NNN", "NNG", "NIG", "NGG", "NGN"),
+    RecomputingLoop: ("GGG", MIXED),
+    Branching: ("NNG", "NIG", "NGN"),
     Frozen: CELLS,
-    FrozenRecomputing: ("NIG", "GGG", MIXED),
+    FrozenRecomputing: ("GGG", MIXED),
 }
 
 
@@ -179,11 +179,11 @@ def _overlap(rank: int, world_size: int, data: torch.Tensor) -> list[str]:
     problems = []
     for algorithm in ("native", "ho_ring"):
         grids = make_grids(mesh, algorithm)
-        for cell in KEPT_CELLS:
+        for cell in KEPT_CELLS if algorithm == "native" else map(Cell.parse, ("IIG", "GGG")):
             runs = []
             for overlap in (True, False):
                 engine = build(Recomputing(), mesh, grids, cell, overlap=overlap)
-                losses = train(engine, AdamW(engine, OPTIM, decays=decays), data, 3)
+                losses = train(engine, AdamW(engine, OPTIM, decays=decays), data, 2)
                 runs.append((losses, whole(engine)))
                 engine.close()
             same = runs[0][0] == runs[1][0] and all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
@@ -192,7 +192,7 @@ def _overlap(rank: int, world_size: int, data: torch.Tensor) -> list[str]:
 
 
 def test_overlap_changes_no_bit() -> None:
-    for problems in run_distributed(_overlap, 4, batches(steps=2, samples=12)):
+    for problems in run_distributed(_overlap, 4, batches(steps=2, samples=8)):
         assert not problems
 
 
@@ -211,7 +211,7 @@ def _thaw(rank: int, world_size: int, data: torch.Tensor) -> list:
     grids = make_grids(mesh)
     result = []
     for letters in CELLS:
-        for tied in (False, True):
+        for tied in (False, True) if letters in ("NIG", "GGN") else (False,):
             engine = build(Toy(tied=tied), mesh, grids, three_cells if letters == MIXED else Cell.parse(letters))
             losses, problems = [], []
             for trainable in PHASES:
