@@ -154,3 +154,11 @@ def read_timings(path: Path) -> list[Timing]:
             Timing(name=row["name"], round=int(row["round"]), seconds=float(row["seconds"]), loss=float(row["loss"]))
             for row in csv.DictReader(file)
         ]
+
+
+def interval(values: Sequence[float], draws: int = 1000) -> tuple[float, float, float]:
+    """Median with its bootstrap 95 % interval."""
+    found = np.array(values)
+    medians = np.median(np.random.default_rng(0).choice(found, size=(draws, len(found))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(found)), float(low), float(high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import shlex
 import subprocess
@@ -27,6 +28,15 @@ class ReproduceConfig:
     convergence: bool = option(False, "Also train a small model in four cells (R14) on four local processes; says first how long it takes.")
     convergence_steps: int = option(300, "Steps of those runs.", least=1)
     convergence_data: list[str] = option([], "Text files for them; empty = the text that `make train` prepares.")
+    measured: bool = option(
+        False,
+        "Also run the comparisons for real: under torchrun on that cluster, else on an emulated one of 2 x 2 ranks (root); says first how "
+        "long it takes.",
+    )
+    measured_rounds: int = option(5, "Timed steps of every run.", least=1)
+    measured_cluster: str = option(
+        "a100_roce", "Under torchrun: the file of the group `cluster` that tells what fits and how long it takes."
+    )
 
 
 TOOL = Tool(
@@ -36,6 +46,7 @@ TOOL = Tool(
         "paro-reproduce",
         "paro-reproduce tables=[claims,scaling] folder=outputs/claims",
         "paro-reproduce convergence=true convergence_steps=500",
+        "torchrun --nnodes 4 --nproc-per-node 8 ... -m paro_lm.tools.reproduce measured=true",
     ),
     schema=ReproduceConfig,
     config_name="reproduce",
@@ -43,11 +54,16 @@ TOOL = Tool(
 
 
 def task(cfg: ReproduceConfig) -> int:
-    """Write everything and print the claims."""
+    """Write everything and print the claims; under torchrun only rank 0 does, after all have measured."""
     tables = reproduce(cfg.tables)
     folder = Path(cfg.folder)
     folder.mkdir(parents=True, exist_ok=True)
     measured: dict[str, str] = {}
+    if cfg.measured:
+        found = _measure_here(cfg, folder / "measured") if "WORLD_SIZE" in os.environ else _measure_emulated(cfg, folder / "measured")
+        if found is None:
+            return EXIT_OK
+        tables.append(found)
     if cfg.convergence:
         tables.append(_converge(cfg, folder))
         measured["convergence"] = "convergence.png"
@@ -62,10 +78,42 @@ def task(cfg: ReproduceConfig) -> int:
         lines += markdown(table, figures.get(table.name))
     (folder / "reproduce.md").write_text("\n".join(lines), encoding="utf-8")
     for table in tables:
-        if table.name in ("claims", "guideline", "convergence"):
+        if table.name in ("claims", "guideline", "measured", "convergence"):
             print("\n".join(markdown(table, None)))
     print(f"everything: {folder / 'reproduce.md'}")
     return EXIT_OK
+
+
+def _measure_here(cfg: ReproduceConfig, folder: Path) -> ResultTable | None:
+    """As one rank of a cluster; the table on rank 0, on the others None."""
+    import torch
+
+    from paro_lm.tools.compare import measure_as_rank, measured_table
+
+    world = measure_as_rank(folder, rounds=cfg.measured_rounds, cluster=cfg.measured_cluster)
+    if world.rank:
+        return None
+    kind = "CPU" if world.device.type == "cpu" else torch.get_device_module(world.device).get_device_name(world.device)
+    device = f"{world.world_size} x {kind}, {world.local_world_size} per node"
+    return measured_table(folder, label="measured", where=provenance(device=device, backend=world.backend, seed="1234"))
+
+
+def _measure_emulated(cfg: ReproduceConfig, folder: Path) -> ResultTable:
+    """On an emulated cluster of this machine."""
+    from paro_lm.tools.compare import measured_table
+    from paro_lm.tools.emulated_cluster import EmulatedCluster, require_tools
+
+    try:
+        require_tools()
+    except RuntimeError as error:
+        raise ValueError(f"measured=true without torchrun: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    rounds = str(cfg.measured_rounds)
+    command = [sys.executable, "-m", "paro_lm.tools.compare", str(folder.absolute()), rounds, "emulated_2x2_500mbit"]
+    with EmulatedCluster(2, "500mbit") as cluster:
+        cluster.run(command, 2, timeout=24 * 3600.0, echo=True)
+    where = provenance(device="2 emulated nodes of 2 CPU ranks, 500 Mbit/s between them", backend="gloo", seed="1234")
+    return measured_table(folder, label="emulated", where=where)
 
 
 def _converge(cfg: ReproduceConfig, folder: Path) -> ResultTable:
