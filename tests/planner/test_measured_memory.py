@@ -21,22 +21,11 @@ from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.sharding import KEPT_CELLS, Cell
 from paro_lm.planner.search import Layout, evaluator_of
 from paro_lm.testing import run_distributed
+from paro_lm.tools.measure import highest
 
 VOCAB, BATCH, LENGTH, ACCUMULATION = 1024, 2, 128, 2
 LLAMA = ModelConfig(hidden_size=128, num_layers=6, num_heads=4, ffn_size=384, vocab_size=VOCAB)
 GPT2 = replace(LLAMA, norm="layernorm", activation="gelu", positions="learned", max_positions=LENGTH, tie_embeddings=True)
-
-
-def highest(work) -> int:
-    """Most bytes that `work` had allocated at a time, beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def measured_and_predicted(mesh: ParallelMesh, model_cfg: ModelConfig, cell: Cell, mode: str) -> tuple[int, int, float, float]:
@@ -67,7 +56,7 @@ def measured_and_predicted(mesh: ParallelMesh, model_cfg: ModelConfig, cell: Cel
     held = engine.state_bytes()
     states = held["param"] + held["grad"] + held["main"] - held["shared"] + optimizer.state_bytes()
     scratch = sum(buffer.nbytes for grid in (gathers, reductions) for buffer in grid._workspace._buffers.values())
-    peak = states + scratch + highest(step)
+    peak = states + scratch + highest(step, mesh.device)
     engine.close()
     cfg = Config(
         model=model_cfg,
