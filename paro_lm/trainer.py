@@ -20,7 +20,7 @@ from paro_lm.checkpoint.checkpointer import Checkpointer
 from paro_lm.checkpoint.folder import latest_checkpoint
 from paro_lm.config import Config, config_hash
 from paro_lm.console import RunSummary, describe_run, say
-from paro_lm.data.dataset import TokenDataset, open_dataset
+from paro_lm.data.dataset import TokenDataset, check_vocab, open_dataset
 from paro_lm.data.loader import Loader, MicroBatch
 from paro_lm.data.prepare import Prepared, prepare
 from paro_lm.evaluate import evaluate, unigram_loss
@@ -133,7 +133,7 @@ class Trainer:
             local_world_size=world.local_world_size,
             device=world.device,
         )
-        self.vocab_size = check_vocab(cfg, prepared)
+        self.vocab_size = check_vocab(cfg, prepared.vocab_size)
         self.ledger = ByteLedger()
         self.model = build_model(cfg, self.mesh, vocab_size=self.vocab_size, ledger=self.ledger)
         self.specs = self.model.specs
@@ -432,19 +432,6 @@ class Trainer:
             logger.info("changed since: %s", change)
         if not same_data:
             logger.warning("the data differs from that of the checkpoint: the samples that follow are not those it would have seen.")
-
-
-def check_vocab(cfg: Config, prepared: Prepared) -> int:
-    """Rows of the vocabulary: those that the config asks for, else the tokenizer's. Raises ValueError when they are too few."""
-    size = cfg.model.vocab_size
-    if size is None:
-        return prepared.vocab_size
-    if size < prepared.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={size} is smaller than the vocabulary of the data's tokenizer, {prepared.vocab_size}; use "
-            + (f"model.vocab_size=null or at least {prepared.vocab_size}." if cfg.model.init_from is None else "the model's own tokenizer.")
-        )
-    return size
 
 
 def run_chunk(chunk: nn.Module, hidden: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:

@@ -74,6 +74,19 @@ def open_dataset(
     )
 
 
+def check_vocab(cfg: Config, tokenizer_size: int) -> int:
+    """Rows of the vocabulary: those that the config asks for, else the tokenizer's. Raises ValueError when they are too few."""
+    size = cfg.model.vocab_size
+    if size is None:
+        return tokenizer_size
+    if size < tokenizer_size:
+        raise ValueError(
+            f"model.vocab_size={size} is smaller than the vocabulary of the data's tokenizer, {tokenizer_size}; use "
+            + (f"model.vocab_size=null or at least {tokenizer_size}." if cfg.model.init_from is None else "the model's own tokenizer.")
+        )
+    return size
+
+
 class TokenDataset:
     """`dataset[i]` for any i >= 0: a function of (seed, i) and the files only, whatever else is asked for and by which rank.
 
