@@ -95,19 +95,20 @@ def build_tensor(cfg: Config, mesh: ParallelMesh, *, ledger: ByteLedger) -> Tens
     def record(operation: str, num_bytes: int) -> None:
         ledger.record(operation, "tp", num_bytes)
 
-    # a split backward computes weight gradients apart from those of inputs: there is nothing to run beside
-    overlap = parallel.overlap and not (mesh.size("pp") > 1 and parallel.schedule in ZERO_BUBBLE)
     grouped = None
     if parallel.tp_collectives != "native":
         group_size = parallel.tp_group_size or default_group_size(tp, mesh.local_world_size)
-        grouped = GroupedCollectives(mesh, algorithm=parallel.tp_collectives, group_size=group_size, record=record, overlap=overlap)
+        grouped = GroupedCollectives(
+            mesh, algorithm=parallel.tp_collectives, group_size=group_size, record=record, overlap=parallel.overlap
+        )
     return TensorParallel(
         group=mesh.group("tp"),
         rank=mesh.coordinate("tp"),
         size=tp,
         sequence_parallel=parallel.sequence_parallel,
         record=record,
-        overlap=overlap,
+        overlap=parallel.overlap,
+        split_backward=mesh.size("pp") > 1 and parallel.schedule in ZERO_BUBBLE,
         grouped=grouped,
     )
 

@@ -1,7 +1,8 @@
 """Column-parallel linears that read the same residual: they enter the region together.
 
 One gather (or nothing) forward and one sum of the input's gradient backward serve all of them. The sum is launched as soon as the
-gradient exists and runs while the weight gradients are computed.
+gradient exists and, with `overlap`, runs while the weight gradients are computed; the numbers are the same without. A split backward
+(zero-bubble schedules) computes them apart: there linears stay single ones, which compute only what is asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def column_output(x: Tensor, weight: Tensor, tensor: TensorParallel | None) -> T
 
 
 def _is_fused(tensor: TensorParallel | None) -> bool:
-    return tensor is not None and tensor.overlap
+    return tensor is not None and not tensor.split_backward
 
 
 @torch.compiler.disable
@@ -66,8 +67,11 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             shape = next(grad for grad in output_grads if grad is not None).shape[:-1] if grad_inside is None else grad_inside.shape[:-1]
             total = _input_gradient(grad_inside, grads, weights).view(*shape, -1)
-            sequence_parallel = ctx.tensor.sequence_parallel
-            pending = ctx.tensor.start_reduce_scatter(total, dim=1) if sequence_parallel else ctx.tensor.start_all_reduce(total)
+            tensor: TensorParallel = ctx.tensor
+            if tensor.sequence_parallel:
+                pending = tensor.start_reduce_scatter(total, dim=1, beside=tensor.overlap)
+            else:
+                pending = tensor.start_all_reduce(total, beside=tensor.overlap)
         needed = ctx.needs_input_grad[2:]
         of_weights: list[Tensor | None] = [None] * len(grads)
         if inside is not None:

@@ -45,7 +45,8 @@ class TensorParallel:
 
     `record(operation, num_bytes)` is told of every collective with the bytes that one rank sends in a ring: (size-1)/size of the
     full tensor for all_gather and reduce_scatter, twice that for all_reduce. With `grouped`, gathers and sums go through it, and it
-    records them; maxima stay with the backend. With `overlap` the sum of an input's gradient runs beside the weight gradients.
+    records them; maxima stay with the backend. With `overlap` the sum of an input's gradient runs beside the weight gradients;
+    `split_backward` says that these are computed in passes of their own.
     """
 
     group: dist.ProcessGroup | None
@@ -54,6 +55,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     record: Callable[[str, int], None] | None = None
     overlap: bool = True
+    split_backward: bool = False
     grouped: GroupedCollectives | None = None
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -96,10 +96,12 @@ def test_the_sum_runs_beside_the_weight_gradients(sequence_parallel: bool) -> No
 @pytest.mark.parametrize("frozen", ["nothing", "weights", "input"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_gradients_are_those_of_single_linears(sequence_parallel: bool, frozen: str, adapters: bool) -> None:
-    """Every parameter's and the input's, 1e-12, also where one output is not used; what is frozen has none and costs no sum."""
+    """Every parameter's and the input's, 1e-12, also where one output is not used; what is frozen has none and costs no sum. Bitwise
+    the same whether the sum runs beside or before the weight gradients.
+    """
     results = []
-    for overlap in (True, False):
-        tensor = Watched(group=None, rank=0, size=2, sequence_parallel=sequence_parallel, overlap=overlap)
+    for options in ({}, {"overlap": False}, {"split_backward": True}):
+        tensor = Watched(group=None, rank=0, size=2, sequence_parallel=sequence_parallel, **options)
         tensor.events = []
         group = linears(tensor, adapters=adapters)
         for linear in group:
@@ -109,15 +111,16 @@ def test_gradients_are_those_of_single_linears(sequence_parallel: bool, frozen: 
         x = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator).requires_grad_(frozen != "input")
         outputs = column_linears(x, group)
         (outputs[0].square().sum() + outputs[2].sin().sum()).backward()
-        assert tensor.events.count("launch") == (frozen != "input" if overlap else 0)
+        assert tensor.events.count("launch") == (frozen != "input" and not options)
         named = {f"{i}.{name}": parameter.grad for i, linear in enumerate(group) for name, parameter in linear.named_parameters()}
         results.append({"x": x.grad, **named})
         assert (x.grad is None) == (frozen == "input")
         assert all(named[f"{i}.weight"] is None for i in range(3)) == (frozen == "weights")
-    for name, want in results[1].items():
-        got = results[0][name]
-        assert (got is None) == (want is None), name
+    for name, want in results[2].items():
+        got, waited = results[0][name], results[1][name]
+        assert (got is None) == (waited is None) == (want is None), name
         if want is not None:
+            assert torch.equal(got, waited), name
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -133,14 +136,14 @@ def test_one_process_pays_nothing() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_compiled_blocks_agree(sequence_parallel: bool, overlap: bool) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_compiled_blocks_agree(sequence_parallel: bool, split: bool) -> None:
     """Loss and gradients to 1e-12; collectives break the graph and run as they do without compilation."""
     cfg = ModelConfig(hidden_size=12, num_layers=1, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_divisor=2)
     tokens = torch.randint(0, 10, (2, 4), generator=torch.Generator().manual_seed(1))
     results = []
     for compiled in (False, True):
-        tensor = Watched(group=None, rank=0, size=2, sequence_parallel=sequence_parallel, overlap=overlap)
+        tensor = Watched(group=None, rank=0, size=2, sequence_parallel=sequence_parallel, split_backward=split)
         tensor.events = []
         model = Transformer(cfg, vocab_size=10, tensor=tensor).double().initialize(3)
         if compiled:

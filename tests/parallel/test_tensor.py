@@ -204,10 +204,12 @@ def check_refusals(tensor: TensorParallel) -> None:
 
 def run_checks(rank: int, world_size: int) -> list[str]:
     done = []
-    for sequence_parallel, overlap in ((False, True), (True, True), (True, False)):
-        tensor = TensorParallel(group=dist.group.WORLD, rank=rank, size=world_size, sequence_parallel=sequence_parallel, overlap=overlap)
+    for sequence_parallel, split in ((False, False), (True, False), (True, True)):
+        tensor = TensorParallel(
+            group=dist.group.WORLD, rank=rank, size=world_size, sequence_parallel=sequence_parallel, split_backward=split
+        )
         for name, cfg in CASES.items():
-            if not overlap and name != "grouped":
+            if split and name != "grouped":
                 continue
             options = LossConfig(label_smoothing=0.1, z_loss=0.01) if name in ("gpt2", "multi_query_biases") else None
             check_case(cfg, tensor, "full" if name == "gpt2" else "selective" if name == "grouped" else "none", options)
