@@ -51,7 +51,7 @@ def test_twenty_steps_lower_the_validation_loss(smollm2: Path, tmp_path: Path, w
     )  # fmt: skip
     assert run_distributed(fit, 1, [cfg], timeout=3000.0) == [[0]]
     before, after = (record["val_loss"] for record in records(cfg) if "val_loss" in record)
-    assert 2.5 < after < before - 0.05 < 4.5  # nats per token; it knows the language, and learns what these speeches are like
+    assert 2.5 < after < before - {"full": 0.05, "lora": 0.01}[way] < 4.5  # nats per token; 2 560 tokens of speeches were seen
 
     out = tmp_path / "export"
     assert call(export.main, f"run={tmp_path / cfg.run_name}", f"to={out}", "verify=true") == 0
