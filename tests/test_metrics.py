@@ -160,10 +160,10 @@ def test_peaks() -> None:
 def test_memory_of_the_process_grows_with_what_it_holds() -> None:
     code = (
         "import torch; from paro_lm.metrics import memory_gb; cpu = torch.device('cpu'); before = memory_gb(cpu);"
-        "held = torch.ones(2 * 10**8, dtype=torch.uint8); print(memory_gb(cpu) - before)"
+        "held = torch.ones(10**9, dtype=torch.uint8); print(memory_gb(cpu) - before)"
     )
     grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert 0.1 < float(grown.stdout) < 0.3  # 0.2 GB held, beside what the allocator does
+    assert 0.6 < float(grown.stdout) < 1.2  # 1 GB held; the peak of the imports before it may have been higher than what they kept
     assert memory_gb(torch.device("cpu")) > 0.05
 
 

@@ -59,6 +59,6 @@ def test_presets(name: str, millions: float) -> None:
 
 def test_presets_name_only_what_differs() -> None:
     assert {path.stem for path in PRESETS.glob("*.yaml")} >= {"tiny", "gpt2_124m", "llama_125m", "llama_7b", "llama_65b"}
-    for path in PRESETS.glob("*.yaml"):
+    for path in set(PRESETS.glob("*.yaml")) - {PRESETS / "hf.yaml"}:  # that one only says that a folder is to be named
         for key, value in yaml.safe_load(path.read_text()).items():
             assert key == "name" or getattr(ModelConfig(), key) != value, (path.name, key)
