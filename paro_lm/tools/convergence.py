@@ -112,7 +112,8 @@ def convergence_table(curves: Sequence[Curves], *, steps: int, provenance: str) 
         rows.append((curve.name, *(f"{value:.4f}" for value in final), f"{train:.2e}", f"{valid:.2e}", verdict))
     notes = (
         f"R14, published: NIG, IGG and IIG converge as ZeRO-3 (7B, 16 ranks). Here: 0.13 M parameters, bytes, fp32, {steps} steps of 4096 "
-        "bytes, two groups of two ranks; the same initial weights and samples in all runs but the one with another seed. Micro-batches of 8 change the order of sums only.",
+        "bytes, two groups of two ranks; the same initial weights and samples in all runs but the one with another seed.",
+        "Micro-batches of 8 change the order of sums only.",
         f"The same = validation losses differ from GGG's by at most {SAME:g} of what another seed changes.",
         provenance,
     )
