@@ -157,14 +157,16 @@ def test_peaks() -> None:
     assert peak_tflops(1.5, cpu, torch.float32) == 1.5
 
 
-def test_memory_of_the_process_grows_with_what_it_holds() -> None:
+def test_memory_of_the_process_is_its_peak() -> None:
+    """What is held counts, also after it is gone; what the imports took before is below it."""
     code = (
-        "import torch; from paro_lm.metrics import memory_gb; cpu = torch.device('cpu'); before = memory_gb(cpu);"
-        "held = torch.ones(10**9, dtype=torch.uint8); print(memory_gb(cpu) - before)"
+        "import torch; from paro_lm.metrics import memory_gb; cpu = torch.device('cpu');"
+        "held = torch.ones(2 * 10**9, dtype=torch.uint8); during = memory_gb(cpu); del held; print(during, memory_gb(cpu))"
     )
-    grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert 0.6 < float(grown.stdout) < 1.2  # 1 GB held; the peak of the imports before it may have been higher than what they kept
-    assert memory_gb(torch.device("cpu")) > 0.05
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    during, after = map(float, printed.split())
+    assert 2.0 < during < 4.0  # 2 GB held, beside the interpreter and its libraries
+    assert after >= during
 
 
 def test_plain_lines_without_a_terminal() -> None:
