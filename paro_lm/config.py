@@ -291,7 +291,7 @@ class ClusterConfig:
     memory_gb: float = option(16.0, "Device memory that one rank may fill, 1e9 bytes.", above=0)
     reserved_gb: float = option(0.5, "Part of it that is no tensor: contexts, libraries, fragments.", least=0)
     peak_tflops: float = option(0.1, "Dense peak of one rank in the parameter type.", above=0)
-    efficiency: float = option(0.7, "Share of the peak that matrix products of a block's size reach.", above=0)
+    efficiency: float = option(0.7, "Share of the peak that blocks reach, beside memory traffic and unit_us.", above=0)
     memory_gbytes: float = option(10.0, "Bytes per second between a rank and its memory, 1e9.", above=0)
     unit_us: float = option(100.0, "Time that one unit takes whatever its size (launches, hooks), microseconds.", least=0)
     intra_gbps: float = option(20.0, "Bits per second that one rank sends inside a node, 1e9.", above=0)

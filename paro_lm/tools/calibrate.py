@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paro_lm.cli import EXIT_OK, Tool, hydra_entry
-from paro_lm.config import ClusterConfig, RuntimeConfig, option
+from paro_lm.config import ClusterConfig, ModelConfig, RuntimeConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CalibrateConfig:
     largest_mib: float = option(32.0, "Largest message, MiB.", above=0)
     repeats: int = option(7, "Repetitions; the median counts.", least=1)
     dtype: str = option("fp32", "Type of the matrix products, that of the parameters in training.", choices="fp64 | fp32 | bf16 | fp16")
-    hidden_size: int = option(1024, "Width of the block whose efficiency is measured.", least=64)
+    hidden_size: int = option(1024, "Width of the blocks whose efficiency is measured.", least=64)
     tokens: int = option(1024, "Tokens of the micro-batch whose efficiency is measured.", least=1)
     peak_tflops: float | None = option(None, "Dense peak of one device; null = known devices, else the best that is measured.", above=0)
     reserved_gb: float = option(0.5, "Device memory that is kept free of tensors, 1e9 bytes.", least=0)
@@ -48,6 +48,12 @@ TOOL = Tool(
     schema=CalibrateConfig,
     config_name="calibrate",
 )
+
+
+MODEL_VOCAB = 1024
+"""Vocabulary of the model that is timed: small, so that its blocks dominate."""
+LONG_ENOUGH = 0.1
+"""Seconds of computation that one timing takes at least."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,38 @@ def line(samples: Sequence[Sample]) -> tuple[float, float]:
     if slope <= 0:  # noise: the largest message alone
         slope = large.seconds / large.num_bytes
     return max(0.0, small.seconds - slope * small.num_bytes), 1 / slope
+
+
+def block_model(cfg: CalibrateConfig) -> ModelConfig:
+    """The blocks whose forward and backward are timed: Llama's shape at the width in question."""
+    heads = cfg.hidden_size // 64 if cfg.hidden_size % 64 == 0 else 1
+    return ModelConfig(hidden_size=cfg.hidden_size, num_layers=4, num_heads=heads, max_positions=cfg.tokens)
+
+
+def efficiency_from(base: ClusterConfig, seconds: float, model: ModelConfig, cfg: CalibrateConfig) -> float:
+    """The efficiency with which the planner predicts these seconds for forward and backward of `model`; at most 1, at least 0.01.
+
+    Everything that the planner's other terms do not explain (attention, elementwise work, launches beyond `unit_us`) counts here.
+    """
+    from paro_lm.parallel.axes import MeshShape
+    from paro_lm.parallel.cost import ElementBytes
+    from paro_lm.planner.inventory import DTYPE_BYTES, stage_profiles
+    from paro_lm.planner.links import Links
+    from paro_lm.planner.workload import Batch, stage_work
+
+    width = DTYPE_BYTES[cfg.dtype]
+    element = ElementBytes(param=width, grad=width, reduce=width, main=max(width, 4))
+    batch = Batch(micro_batch_size=1, seq_length=cfg.tokens)
+    profiles = stage_profiles(model, vocab_size=MODEL_VOCAB)
+
+    def planned(efficiency: float) -> float:
+        links = Links(replace(base, efficiency=efficiency), MeshShape())
+        work = stage_work(model, profiles, batch, links, element, vocab_size=MODEL_VOCAB)
+        return sum(unit.count * (unit.forward + unit.backward) for unit in work)
+
+    matrices = planned(0.5) - planned(1.0)
+    rest = planned(1.0) - matrices
+    return min(1.0, max(0.01, matrices / max(seconds - rest, 1e-9)))
 
 
 def cluster_from(base: ClusterConfig, samples: Sequence[Sample]) -> ClusterConfig:
@@ -148,7 +186,18 @@ class _Bench:
     def tflops(self, rows: int, inner: int, columns: int) -> float:
         """TFLOP/s of one matrix product of these sizes while all ranks compute."""
         a, b = (self.torch.randn(shape, device=self.device).to(self.dtype) for shape in ((rows, inner), (inner, columns)))
-        return 2 * rows * inner * columns / self.seconds(lambda: self._keep(a @ b)) / 1e12
+        return 2 * rows * inner * columns / self.each(lambda: self._keep(a @ b)) / 1e12
+
+    def each(self, work: Callable[[], None]) -> float:
+        """Seconds of one `work` among as many as take LONG_ENOUGH: a short one alone would measure how ranks wake up."""
+        once = self.seconds(work)
+        count = int(max(1, min(10_000, LONG_ENOUGH // once)))
+
+        def repeated() -> None:
+            for _ in range(count):
+                work()
+
+        return self.seconds(repeated) / count if count > 1 else once
 
     def _keep(self, value: Any) -> None:
         self.kept = value
@@ -160,7 +209,6 @@ class _Bench:
 
     def unit_us(self) -> float:
         """Microseconds of the forward of a block that computes next to nothing: its launches."""
-        from paro_lm.config import ModelConfig
         from paro_lm.model.transformer import Transformer
 
         model = Transformer(ModelConfig(hidden_size=64, num_layers=8, num_heads=2), vocab_size=128).to(self.device).to(self.dtype)
@@ -171,6 +219,19 @@ class _Bench:
                 model(tokens, labels=tokens)
 
         return self.seconds(forward) / 10 * 1e6
+
+    def model_seconds(self, model_cfg: ModelConfig) -> float:
+        """Seconds of forward and backward of one sample of `tokens` tokens, nothing sharded, while all ranks compute."""
+        from paro_lm.model.transformer import Transformer
+
+        model = Transformer(model_cfg, vocab_size=MODEL_VOCAB).initialize(0).to(self.device).to(self.dtype)
+        tokens = self.torch.zeros(1, self.cfg.tokens, dtype=self.torch.int64, device=self.device)
+
+        def step() -> None:
+            model(tokens, labels=tokens).backward()
+            model.zero_grad(set_to_none=True)
+
+        return self.each(step)
 
     def overlap(self) -> float | None:
         """Share of the shorter that hides when a transfer runs beside matrix products of about its length; None with one rank."""
@@ -183,7 +244,7 @@ class _Bench:
         a = self.torch.randn(self.cfg.tokens, self.cfg.hidden_size, device=self.device).to(self.dtype)
         b = self.torch.randn(self.cfg.hidden_size, self.cfg.hidden_size, device=self.device).to(self.dtype)
         sending = self.seconds(transfer)
-        one = self.seconds(lambda: self._keep(a @ b))
+        one = self.each(lambda: self._keep(a @ b))
         count = max(1, min(10_000, round(sending / one)))
 
         def compute() -> None:
@@ -221,10 +282,12 @@ def measure(cfg: CalibrateConfig, mesh: Any) -> tuple[ClusterConfig, list[Sample
         memory_gb=float(f"{_memory_bytes(mesh) / 1e9:.4g}"),
         reserved_gb=cfg.reserved_gb,
         peak_tflops=float(f"{peak:.4g}"),
-        efficiency=float(f"{min(1.0, block / peak):.4g}"),
         memory_gbytes=float(f"{bench.memory_gbytes():.4g}"),
         unit_us=float(f"{bench.unit_us():.4g}"),
     )
+    model = block_model(cfg)
+    efficiency = efficiency_from(base, bench.model_seconds(model), model, cfg)
+    base = replace(base, efficiency=float(f"{efficiency:.4g}"))
     if overlap is not None:
         base = replace(base, overlap=float(f"{overlap:.3g}"))
     samples = bench.links()

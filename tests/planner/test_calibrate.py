@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from paro_lm.cli import load
-from paro_lm.config import ClusterConfig
+from paro_lm.config import ClusterConfig, Config
 from paro_lm.parallel.mesh import ParallelMesh
+from paro_lm.planner.predict import predict
 from paro_lm.testing import run_distributed
-from paro_lm.tools.calibrate import CalibrateConfig, Sample, cluster_from, line, measure, write
+from paro_lm.tools.calibrate import (
+    MODEL_VOCAB,
+    CalibrateConfig,
+    Sample,
+    block_model,
+    cluster_from,
+    efficiency_from,
+    line,
+    measure,
+    write,
+)
 
 
 def samples(link: str, latency: float, rate: float) -> list[Sample]:
@@ -37,6 +49,18 @@ def test_cards_are_what_all_ranks_get_over_what_one_gets(shared: float, cards: i
     assert cluster.cards_per_node == cards
     assert cluster.inter_gbps == pytest.approx(8.0, rel=1e-3)
     assert (cluster.intra_gbps, cluster.inter_latency_us) == (pytest.approx(800.0), pytest.approx(20.0))
+
+
+@pytest.mark.parametrize("efficiency", [0.07, 0.6])
+def test_the_efficiency_is_the_one_that_predicts_what_was_measured(efficiency: float) -> None:
+    """A model of the same blocks, planned as a run of one rank, takes the seconds that the efficiency came from."""
+    cfg = CalibrateConfig(hidden_size=256, tokens=128)
+    base = ClusterConfig(peak_tflops=0.05, memory_gbytes=20.0, unit_us=300.0)
+    model = replace(block_model(cfg), vocab_size=MODEL_VOCAB)
+    run = Config(model=model, seq_length=128, global_batch_size=1, micro_batch_size=1)
+    time = predict(replace(run, cluster=replace(base, efficiency=efficiency)), world_size=1).time
+    assert efficiency_from(base, time.compute, block_model(cfg), cfg) == pytest.approx(efficiency, rel=1e-6)
+    assert efficiency_from(base, 0.0, block_model(cfg), cfg) == 1.0
 
 
 def _measure(rank: int, world_size: int) -> tuple[ClusterConfig, int]:
