@@ -15,6 +15,7 @@ from paro_lm.model.flops import layer_costs
 from paro_lm.model.spec import ParameterSpec, initial_value
 from paro_lm.model.transformer import Transformer
 from paro_lm.parallel.activation import apply_activation_checkpointing, apply_compile
+from paro_lm.parallel.axes import default_tp_group_size
 from paro_lm.parallel.collectives import ByteLedger, GridCollectives
 from paro_lm.parallel.engine import ShardingEngine
 from paro_lm.parallel.mesh import ParallelMesh
@@ -23,7 +24,7 @@ from paro_lm.parallel.seams import Seams
 from paro_lm.parallel.sharding import Cell, cell_of_unit
 from paro_lm.parallel.stages import ZERO_BUBBLE, num_stages, split_by_cost, split_layers, stages_of_rank
 from paro_lm.parallel.tensor import TensorParallel
-from paro_lm.parallel.tensor_groups import GroupedCollectives, default_group_size
+from paro_lm.parallel.tensor_groups import GroupedCollectives
 from paro_lm.parallel.unit_buffer import Dtypes
 from paro_lm.parallel.verified import is_verified
 
@@ -97,7 +98,7 @@ def build_tensor(cfg: Config, mesh: ParallelMesh, *, ledger: ByteLedger) -> Tens
 
     grouped = None
     if parallel.tp_collectives != "native":
-        group_size = parallel.tp_group_size or default_group_size(tp, mesh.local_world_size)
+        group_size = parallel.tp_group_size or default_tp_group_size(tp, mesh.local_world_size)
         grouped = GroupedCollectives(
             mesh, algorithm=parallel.tp_collectives, group_size=group_size, record=record, overlap=parallel.overlap
         )

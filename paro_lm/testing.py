@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -9,7 +10,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import unittest.mock
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -50,6 +53,27 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def reused_groups() -> Iterator[Callable[[], None]]:
+    """Within, `dist.new_group` hands out the communicators of earlier runs again; call what it yields at the start of every run.
+
+    For many small runs one after another in the same processes, which otherwise spend most of their time on communicators. The n-th
+    request of a run for certain ranks gets the n-th communicator for them: two of one run stay two.
+    """
+    make, groups, requests = dist.new_group, dict[Any, Any](), Counter[Any]()
+
+    def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
+        what = (None if ranks is None else tuple(ranks), tuple(sorted(options.items())))
+        key = (what, requests[what])
+        requests[what] += 1
+        if key not in groups:
+            groups[key] = make(ranks, **options)
+        return groups[key]
+
+    with unittest.mock.patch.object(dist, "new_group", new_group):
+        yield requests.clear
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:

@@ -22,8 +22,9 @@ from check_predictions import config, folder_of, read_cluster
 
 from paro_lm import distributed
 from paro_lm.config import Config, RuntimeConfig
+from paro_lm.planner.candidates import Candidate
 from paro_lm.planner.report import pareto
-from paro_lm.planner.search import Candidate, PlanOptions, plan
+from paro_lm.planner.search import PlanOptions, plan
 from paro_lm.tools.emulated_cluster import EmulatedCluster
 from paro_lm.tools.measure import TakingTurns, interval, synthetic_data, take_turns
 

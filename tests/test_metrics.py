@@ -19,7 +19,7 @@ from rich.console import Console
 from paro_lm.config import LoggingConfig
 from paro_lm.console import ProgressReporter, RunSummary, describe_run
 from paro_lm.logs import log_path, report_failure, setup_logging
-from paro_lm.metrics import MetricsLogger, Rates, StepRecord, Throughput, known_peak, memory_gb, peak_tflops
+from paro_lm.metrics import MetricsLogger, Rates, StepRecord, Throughput, known_peak, peak_tflops
 from paro_lm.profiler import Profiler
 from paro_lm.trackers import tracker_problems
 

@@ -50,3 +50,8 @@ class MeshShape:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+
+
+def default_tp_group_size(tp: int, ranks_per_node: int | None) -> int:
+    """The tensor-parallel ranks that one node holds (None: all)."""
+    return math.gcd(ranks_per_node or tp, tp)

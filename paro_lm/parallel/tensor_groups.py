@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -70,8 +69,3 @@ class _OneAxisLedger(ByteLedger):
 
     def record(self, operation: str, axis: str, num_bytes: int) -> None:
         self._record(operation, num_bytes)
-
-
-def default_group_size(tp: int, local_world_size: int | None) -> int:
-    """The tp ranks that one node holds."""
-    return math.gcd(local_world_size or tp, tp)

@@ -18,19 +18,27 @@ LOSS_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of one micro-batch: what each kind of unit saves, and its working memory in backward (recomputation included)."""
+    """Bytes of one micro-batch: what each kind of unit saves, and its working memory in backward (recomputation included).
+
+    The head's backward has two stages: that of the loss (`head_loss`: the gradient of the logits beside the logits), and that of the
+    projection (`head_projection`), when the logits are gone: their gradient has taken their place.
+    """
 
     embedding: int
     block: int
     head: int
     block_working: int
-    head_working: int
+    head_loss: int
+    head_projection: int
 
     def saved(self, kind: str) -> int:
         return {"embedding": self.embedding, "block": self.block, "head": self.head}[kind]
 
-    def working(self, kind: str) -> int:
-        return {"embedding": 0, "block": self.block_working, "head": self.head_working}[kind]
+    def working(self, kind: str, largest: int) -> int:
+        """What the backward needs beyond what is saved; `largest`: bytes of the largest gradient that a product writes."""
+        if kind == "head":
+            return max(self.head_loss, self.head_projection + largest)
+        return largest + (self.block_working if kind == "block" else 0)
 
 
 def activations(
@@ -59,7 +67,8 @@ def activations(
         block=tokens * kept,
         head=tokens * (stream + scale + hidden + logits + 8 + 8 + precise + 1),
         block_working=tokens * (recomputed + gradients),
-        head_working=tokens * (logits + hidden) + loss_block,
+        head_loss=tokens * logits + loss_block,
+        head_projection=tokens * hidden,
     )
 
 

@@ -11,6 +11,8 @@ each rank sends with B'. With a for the latency of a message, V the whole and (g
     HO-Ring              max(inside, across + inside / g), latencies once
     all-reduce           twice an all-gather
 
+Tensor-parallel ranks under `parallel.tp_collectives` are groups of their own: m = `parallel.tp_group_size`, g = tp / m.
+
 Source: PaRO, arXiv 2310.06003, section 4, with latency and card sharing added.
 """
 
@@ -21,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paro_lm.config import ClusterConfig
-from paro_lm.parallel.axes import AXES, DATA_AXES, MeshShape
+from paro_lm.parallel.axes import AXES, DATA_AXES, MeshShape, default_tp_group_size
 from paro_lm.parallel.cost import Algorithm, wire_algorithm
 
 GIGA, MICRO = 1e9, 1e-6
@@ -60,12 +62,51 @@ class Flow:
     crosses: bool
 
 
+@dataclass(frozen=True)
+class Ring:
+    """`size` ranks that send to each other what `flow` lets through."""
+
+    size: int
+    flow: Flow
+
+    @property
+    def latency(self) -> float:
+        return (self.size - 1) * self.flow.latency
+
+    def busy(self, num_bytes: float) -> Busy:
+        """A gather or scatter of a whole of `num_bytes`."""
+        seconds = (self.size - 1) / self.size * num_bytes / self.flow.bandwidth
+        return Busy(seconds + self.latency, *((seconds, 0.0) if self.flow.crosses else (0.0, seconds)))
+
+
+def _two_levels(inside: Ring, across: Ring, num_bytes: float, *, overlapped: bool) -> Busy:
+    """Hierarchical in sequence, or HO-Ring: the first round of one level cannot hide, everything else does."""
+    inner, outer = inside.busy(num_bytes), across.busy(num_bytes / inside.size)
+    both = inner + outer
+    if not overlapped or (inner.inter and outer.inter):  # groups larger than nodes: both levels need the same cards
+        return both
+    inner_busy, outer_busy = max(inner.inter, inner.intra), max(outer.inter, outer.intra)
+    seconds = max(inner_busy, outer_busy + inner_busy / across.size) + inside.latency + across.latency
+    return Busy(seconds, both.inter, both.intra)
+
+
 class Links:
     """Collectives of one mesh on one cluster; costs are remembered, equal units ask for the same ones."""
 
-    def __init__(self, cluster: ClusterConfig, shape: MeshShape, *, collectives: str = "auto") -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        shape: MeshShape,
+        *,
+        collectives: str = "auto",
+        tp_collectives: str = "native",
+        tp_group_size: int | None = None,
+    ) -> None:
         self.cluster, self.shape = cluster, shape
-        self.algorithm: Algorithm = wire_algorithm(collectives, gloo=cluster.backend == "gloo", auto_bytes=AUTO_BYTES)
+        gloo = cluster.backend == "gloo"
+        self.algorithm: Algorithm = wire_algorithm(collectives, gloo=gloo, auto_bytes=AUTO_BYTES)
+        self.tensor_algorithm: Algorithm = wire_algorithm(tp_collectives, gloo=gloo, auto_bytes=AUTO_BYTES)
+        self._tp_group = tp_group_size or default_tp_group_size(shape.tp, cluster.ranks_per_node)
         self._flows: dict[tuple[str, ...], Flow] = {}
         self._costs: dict[tuple[str, tuple[str, ...], float], Busy] = {}
 
@@ -77,9 +118,12 @@ class Links:
         return self._flows[key]
 
     def _make_flow(self, axes: tuple[str, ...]) -> Flow:
-        cluster, size = self.cluster, self.shape.size(*axes)
         inner = AXES[AXES.index(axes[-1]) + 1 :]
-        stride = self.shape.size(*inner)
+        return self._flow_of(self.shape.size(*axes), self.shape.size(*inner))
+
+    def _flow_of(self, size: int, stride: int) -> Flow:
+        """`size` ranks whose numbers are `stride` apart."""
+        cluster = self.cluster
         local = min(size, max(1, cluster.ranks_per_node // stride))
         rank_rate = cluster.intra_gbps * GIGA / 8
         if local == size and stride * size <= cluster.ranks_per_node:
@@ -99,35 +143,29 @@ class Links:
         return self._costs[key]
 
     def _collective(self, operation: str, live: tuple[str, ...], num_bytes: float) -> Busy:
-        name = self.algorithm if isinstance(self.algorithm, str) else self.algorithm(operation, live, int(num_bytes))
+        algorithm = self.tensor_algorithm if live == ("tp",) else self.algorithm
+        name = algorithm if isinstance(algorithm, str) else algorithm(operation, live, int(num_bytes))
         passes = 2 if operation == "all_reduce" or (name == "gloo" and operation == "reduce_scatter") else 1
-        if live == DATA_AXES and name in ("hierarchical", "ho_ring"):
-            inside = self.ring(("dp_intra",), num_bytes)
-            across = self.ring(("dp_inter",), num_bytes / self.shape.dp_intra)
-            return self._two_levels(inside, across, overlapped=name == "ho_ring") * passes
-        return self.ring(live, num_bytes) * passes
+        levels = self._levels(live) if name in ("hierarchical", "ho_ring") else None
+        if levels is None:
+            return self.ring(live, num_bytes) * passes
+        return _two_levels(*levels, num_bytes, overlapped=name == "ho_ring") * passes
+
+    def _levels(self, live: tuple[str, ...]) -> tuple[Ring, Ring] | None:
+        """The rings inside and across groups; None where the ranks are one group."""
+        if live == DATA_AXES:
+            return self._ring(("dp_intra",)), self._ring(("dp_inter",))
+        if live == ("tp",):
+            inside, across = self._tp_group, self.shape.tp // self._tp_group
+            return Ring(inside, self._flow_of(inside, 1)), Ring(across, self._flow_of(across, inside))
+        return None
 
     def ring(self, axes: tuple[str, ...], num_bytes: float) -> Busy:
         """A gather or scatter over one ring of these axes."""
-        size, flow = self.shape.size(*axes), self.flow(axes)
-        seconds = (size - 1) / size * num_bytes / flow.bandwidth
-        return self._on(flow, seconds, seconds + (size - 1) * flow.latency)
+        return self._ring(axes).busy(num_bytes)
 
-    def _two_levels(self, inside: Busy, across: Busy, *, overlapped: bool) -> Busy:
-        """Hierarchical in sequence, or HO-Ring: the first round of one level cannot hide, everything else does."""
-        both = inside + across
-        if not overlapped:
-            return both
-        latency = (self.shape.dp_intra - 1) * self.flow(("dp_intra",)).latency + (self.shape.dp_inter - 1) * self.flow(
-            ("dp_inter",)
-        ).latency
-        inner, outer = max(inside.inter, inside.intra), max(across.inter, across.intra)
-        if inside.inter and across.inter:  # groups larger than nodes: both levels need the same cards
-            return Busy(both.seconds, both.inter, both.intra)
-        return Busy(max(inner, outer + inner / self.shape.dp_inter) + latency, both.inter, both.intra)
-
-    def _on(self, flow: Flow, busy: float, seconds: float) -> Busy:
-        return Busy(seconds, busy, 0.0) if flow.crosses else Busy(seconds, 0.0, busy)
+    def _ring(self, axes: tuple[str, ...]) -> Ring:
+        return Ring(self.shape.size(*axes), self.flow(axes))
 
     def small_all_reduce(self, axes: Iterable[str]) -> float:
         """Seconds of an all-reduce of a few bytes: up and down a tree."""

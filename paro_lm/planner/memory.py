@@ -130,7 +130,7 @@ def _unit(profile: UnitProfile, buffers: _Buffers, held: Activations) -> _Unit:
         gathered=buffers.gathered,
         reducing=buffers.reducing,
         saved=held.saved(profile.kind) if backward else 0,
-        working=held.working(profile.kind) + buffers.largest if backward else 0,
+        working=held.working(profile.kind, buffers.largest) if backward else 0,
     )
 
 
@@ -171,7 +171,8 @@ def _scratch(whole: int, cell: Cell, shape: MeshShape) -> int:
         if groups * members == 1:
             continue
         chunk = whole // shape.size(*op.within) // (groups * members)
-        piece = 4 << 20 if min(groups, members) == 1 else min(max(-(-chunk // 3), 1 << 19), 2 << 20)
+        largest = 4 << 20 if min(groups, members) == 1 else min(max(-(-chunk // 3), 1 << 19), 2 << 20)
+        piece = min(chunk, largest)
         in_flight = min(2, groups * max(1, -(-chunk // piece)))
         rings = max(rings, chunk if groups > 1 else 0)
         peers = max(peers, piece * in_flight * (members - 1))

@@ -14,8 +14,8 @@ import numpy as np
 
 from paro_lm.parallel.cost import UnitSize, unit_memory
 from paro_lm.parallel.sharding import KEPT_CELLS, Cell
+from paro_lm.planner.candidates import Candidate, Evaluator
 from paro_lm.planner.inventory import UnitProfile
-from paro_lm.planner.search import Candidate, Evaluator
 from paro_lm.planner.timing import UnitWork
 
 GRID = 4000

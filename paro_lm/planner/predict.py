@@ -8,10 +8,11 @@ from dataclasses import replace
 from paro_lm.config import Config
 from paro_lm.parallel.axes import MeshShape
 from paro_lm.parallel.sharding import Cell, cell_of_unit
+from paro_lm.planner.candidates import Candidate, Evaluator, Layout, evaluator_of
 from paro_lm.planner.inventory import Trainable, rank_profiles, vocab_of
 from paro_lm.planner.memory import RankMemory
 from paro_lm.planner.report import gb, reason
-from paro_lm.planner.search import Candidate, Evaluator, Layout, Plan, PlanOptions, evaluator_of, memory_budget, plan
+from paro_lm.planner.search import Plan, PlanOptions, memory_budget, plan
 
 
 def mesh_of(cfg: Config, world_size: int, local_world_size: int | None = None) -> MeshShape:

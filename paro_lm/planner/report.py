@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paro_lm.model.flops import model_flops
+from paro_lm.planner.candidates import Candidate
 from paro_lm.planner.inventory import vocab_of
-from paro_lm.planner.search import Candidate, Plan
+from paro_lm.planner.search import Plan
 
 TERM_NAMES = {
     "compute": "computation", "recompute": "recomputation", "tp": "tensor parallelism", "p2p": "messages between stages",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from paro_lm.config import ClusterConfig, Config, option
 from paro_lm.model.sizes import ModelSizes
 from paro_lm.parallel.axes import MeshShape
 from paro_lm.parallel.sharding import KEPT_CELLS, Cell
 from paro_lm.parallel.stages import num_stages
-from paro_lm.planner.activations import Activations, in_flight
-from paro_lm.planner.inventory import Trainable, UnitProfile, element_bytes, rank_profiles, vocab_of
-from paro_lm.planner.links import Links
-from paro_lm.planner.memory import RankMemory, rank_memory
-from paro_lm.planner.timing import StageCosts, StepTime, UnitWork, stage_time
-from paro_lm.planner.workload import Batch, batch_activations, optimizer_seconds, stage_work, with_sizes
+from paro_lm.planner.candidates import Candidate, Evaluator, Layout, evaluator_of, stage_costs, stages_of
+from paro_lm.planner.inventory import Trainable, vocab_of
+from paro_lm.planner.mixed import best_mixed
 
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -27,60 +24,14 @@ class PlanOptions:
 
     cells: list[str] = option([], "Cells to compare; empty = the 14 kept ones.")
     group_size: list[int] = option([], "Group sizes; empty = those that nodes divide or that are made of whole nodes.")
-    tp: list[int] = option([], "Tensor-parallel sizes; empty = every power of two that the model allows inside a node.")
+    tp: list[int] = option(
+        [], "Tensor-parallel sizes, also of several whole nodes; empty = every power of two that the model allows inside one."
+    )
     pp: list[int] = option([], "Pipeline stages; empty = every power of two up to 16 that leaves each stage a block.")
     micro_batch_size: list[int] = option([], "Micro-batches; empty = every power of two up to 16 that divides the batch.")
     activation_checkpointing: list[str] = option([], "Kinds to choose from, the fastest that fits; empty = none, selective, full.")
     budget_gb: float | None = option(None, "Bytes that a rank may fill, 1e9; null = what the cluster's devices have.", above=0)
     mixed: bool = option(True, "Also look for a cell per unit that fills the budget.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Everything of a candidate but its cells."""
-
-    shape: MeshShape
-    micro_batch_size: int
-    accumulation: int
-    checkpointing: str
-    sequence_parallel: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way to run, with its predicted peak memory per rank (of the fullest stage) and step time (of the slowest).
-
-    `unit_cells` names the units whose cell is not `cell` (mixed plans).
-    """
-
-    cell: Cell
-    layout: Layout
-    memory: RankMemory
-    budget: float
-    time: StepTime
-    tokens: int
-    unit_cells: dict[str, Cell] = field(default_factory=dict)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.budget
-
-    @property
-    def tokens_per_sec(self) -> float:
-        return self.tokens / self.time.total
-
-    def overrides(self) -> list[str]:
-        """The options of `paro-train` that run this candidate."""
-        layout, shape = self.layout, self.layout.shape
-        result = [
-            f"parallel.sharding={self.cell}", f"parallel.group_size={shape.dp_intra}", f"parallel.tp={shape.tp}", f"parallel.pp={shape.pp}",
-            f"micro_batch_size={layout.micro_batch_size}", f"parallel.activation_checkpointing={layout.checkpointing}",
-        ]  # fmt: skip
-        if layout.sequence_parallel:
-            result.append("parallel.sequence_parallel=true")
-        if self.unit_cells:
-            result.append("parallel.sharding_overrides={" + ",".join(f"{name}:{cell}" for name, cell in self.unit_cells.items()) + "}")
-        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,99 +54,6 @@ class Plan:
         for candidate in self.candidates:
             seen.setdefault(candidate.cell, candidate)
         return list(seen.values())
-
-
-class Evaluator:
-    """Memory and time of cells under one layout; what does not depend on the cells is computed once."""
-
-    def __init__(self, cfg: Config, layout: Layout, costs: StageCosts, vocab: int, stages: list[tuple[int, list[UnitProfile]]]) -> None:
-        self.cfg, self.layout, self.costs, self.stages = cfg, layout, costs, stages
-        self.links, self.element = costs.links, costs.element
-        self.batch = Batch(
-            micro_batch_size=layout.micro_batch_size,
-            seq_length=cfg.seq_length,
-            checkpointing=layout.checkpointing,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        self.held: Activations = batch_activations(cfg.model, self.batch, vocab_size=vocab, width=self.element.param, tp=layout.shape.tp)
-        self.vocab = vocab
-        self._work: list[list[UnitWork]] | None = None
-
-    @property
-    def work(self) -> list[list[UnitWork]]:
-        if self._work is None:
-            self._work = [
-                with_sizes(
-                    stage_work(self.cfg.model, profiles, self.batch, self.links, self.element, vocab_size=self.vocab),
-                    profiles,
-                    self.layout.shape.dp,
-                )
-                for _, profiles in self.stages
-            ]
-        return self._work
-
-    def memory(self, cells: Sequence[Cell] | Cell, profiles: list[UnitProfile] | None = None) -> RankMemory:
-        """Peak of the fullest stage."""
-        return max((self.stage_memory(cells, stage, profiles or own) for stage, own in self.stages), key=lambda memory: memory.total)
-
-    def stage_memory(self, cells: Sequence[Cell] | Cell, stage: int, profiles: list[UnitProfile]) -> RankMemory:
-        """Peak of a rank at pipeline position `stage` that holds `profiles`."""
-        parallel = self.cfg.parallel
-        held = in_flight(
-            parallel.schedule,
-            stages=self.layout.shape.pp,
-            stage=stage,
-            num_micro_batches=self.layout.accumulation,
-            virtual_stages=parallel.virtual_stages,
-        )
-        return rank_memory(
-            profiles,
-            [cells] * len(profiles) if isinstance(cells, Cell) else cells,
-            self.layout.shape,
-            self.element,
-            self.held,
-            micro_batches_held=held,
-            overlap=parallel.overlap,
-            scratch=self.links.cluster.backend == "gloo" and parallel.collectives != "native",
-        )
-
-    def time(self, cells: Sequence[Cell] | Cell, work: list[UnitWork] | None = None) -> StepTime:
-        """Step of the slowest stage."""
-        return max((self.stage_time(cells, work or own) for own in self.work), key=lambda time: time.total)
-
-    def stage_time(self, cells: Sequence[Cell] | Cell, work: list[UnitWork]) -> StepTime:
-        """Step of the rank that does `work`."""
-        each = [cells] * len(work) if isinstance(cells, Cell) else list(cells)
-        width = self.element.param * self.batch.tokens * self.cfg.model.hidden_size
-        shards = self.layout.shape.tp if self.layout.sequence_parallel else 1
-        return stage_time(
-            work,
-            each,
-            self.costs,
-            accumulation=self.layout.accumulation,
-            optimizer=optimizer_seconds(work, each, self.links, self.element),
-            p2p=self.links.point_to_point(width / shards),
-            virtual_stages=self.cfg.parallel.virtual_stages,
-        )
-
-    def unit_work(self, candidate: Candidate) -> tuple[list[UnitWork], list[Cell]]:
-        """Every unit of the first stage by its own name, with its cell in a candidate of this layout."""
-        (_, profiles), *_ = self.stages
-        names = [unit.name for profile in profiles for unit in profile.expand()]
-        each = [unit for unit in self.work[0] for _ in range(unit.count)]
-        work = [replace(unit, name=name, count=1) for unit, name in zip(each, names, strict=True)]
-        return work, [candidate.unit_cells.get(name, candidate.cell) for name in names]
-
-    def candidate(self, cell: Cell, budget: float, *, memory: RankMemory | None = None) -> Candidate:
-        """The uniform candidate of a cell."""
-        return Candidate(
-            cell=cell,
-            layout=self.layout,
-            memory=memory or self.memory(cell),
-            budget=budget,
-            time=self.time(cell),
-            tokens=self.cfg.global_batch_size * self.cfg.seq_length,
-        )
 
 
 def plan(
@@ -234,8 +92,6 @@ def plan(
     result = Plan(cfg=replace(cfg, cluster=cluster), world_size=world_size, candidates=_unrepeated(found))
     if not options.mixed or result.best is None:
         return result
-    from paro_lm.planner.mixed import best_mixed
-
     layouts = [replace(result.best.layout, checkpointing=mode) for mode in modes]
     evaluators = [evaluator_of(result.cfg, layout, vocab, is_trainable) for layout in layouts]
     return replace(result, mixed=best_mixed(evaluators, result.best, budget))
@@ -244,23 +100,6 @@ def plan(
 def memory_budget(cluster: ClusterConfig, options: PlanOptions) -> float:
     """Bytes of tensors that a rank may hold."""
     return options.budget_gb * 1e9 if options.budget_gb else (cluster.memory_gb - cluster.reserved_gb) * 1e9
-
-
-def evaluator_of(cfg: Config, layout: Layout, vocab: int, is_trainable: Trainable | None = None) -> Evaluator:
-    """The evaluator of one layout."""
-    return Evaluator(cfg, layout, _costs(cfg, cfg.cluster, layout.shape), vocab, _stages(cfg, layout.shape, vocab, is_trainable))
-
-
-def _costs(cfg: Config, cluster: ClusterConfig, shape: MeshShape) -> StageCosts:
-    return StageCosts(Links(cluster, shape, collectives=cfg.parallel.collectives), element_bytes(cfg))
-
-
-def _stages(cfg: Config, shape: MeshShape, vocab: int, is_trainable: Trainable | None) -> list[tuple[int, list[UnitProfile]]]:
-    """First, second and last pipeline rank: those between are like the second."""
-    return [
-        (pp_rank, rank_profiles(cfg, shape, pp_rank=pp_rank, vocab_size=vocab, is_trainable=is_trainable))
-        for pp_rank in sorted({0, min(1, shape.pp - 1), shape.pp - 1})
-    ]
 
 
 def _layouts(
@@ -272,8 +111,8 @@ def _layouts(
             dp = world // (tp * pp)
             for group in _group_sizes(cluster, dp, tp, options):
                 shape = MeshShape(pp=pp, dp_inter=dp // group, dp_intra=group, tp=tp)
-                costs = _costs(cfg, cluster, shape)
-                stages = _stages(cfg, shape, vocab, is_trainable)
+                costs = stage_costs(cfg, cluster, shape)
+                stages = stages_of(cfg, shape, vocab, is_trainable)
                 for micro in _micro_batches(cfg, dp, pp, options):
                     yield [
                         Evaluator(
@@ -304,10 +143,14 @@ def _powers(limit: int) -> list[int]:
 
 def _tensor_sizes(cfg: Config, cluster: ClusterConfig, world: int, vocab: int, options: PlanOptions) -> list[int]:
     sizes = ModelSizes.of(cfg.model, vocab)
+    grouped, group_size = cfg.parallel.tp_collectives != "native", cfg.parallel.tp_group_size or 1
 
     def possible(tp: int) -> bool:
+        if grouped and (tp == 1 or tp % group_size):  # the config would refuse them
+            return False
         heads = sizes.num_heads % tp == 0 and (sizes.num_kv_heads % tp == 0 or tp % sizes.num_kv_heads == 0)
-        return heads and sizes.ffn_size % tp == 0 and sizes.padded_vocab % tp == 0 and cluster.ranks_per_node % tp == 0 and world % tp == 0
+        nodes = cluster.ranks_per_node % tp == 0 or tp % cluster.ranks_per_node == 0
+        return heads and sizes.ffn_size % tp == 0 and sizes.padded_vocab % tp == 0 and nodes and world % tp == 0
 
     return [tp for tp in options.tp or _powers(cluster.ranks_per_node) if possible(tp)]
 

@@ -68,7 +68,7 @@ class TakingTurns:
         held = trainer.state_bytes()
         states = held["param"] + held["grad"] + held["main"] - held["shared"]
         grids = (trainer.engine._gather_collectives, trainer.engine._reduce_collectives)
-        scratch = sum(buffer.nbytes for grid in grids for buffer in grid._workspace._buffers.values())
+        scratch = sum(grid.scratch_bytes for grid in grids)
         return int(trainer.mesh.max(states + scratch + highest(self.turn, trainer.mesh.device), AXES))
 
     def close(self) -> None:

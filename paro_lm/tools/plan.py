@@ -68,8 +68,8 @@ def task(cfg: PlanConfig) -> int:
 
 def _simulate(result: Plan, folder: Path) -> None:
     """The timeline of the choice, event by event."""
+    from paro_lm.planner.candidates import evaluator_of
     from paro_lm.planner.inventory import vocab_of
-    from paro_lm.planner.search import evaluator_of
     from paro_lm.planner.simulate import plot_timeline, simulate_step, write_trace
 
     chosen = result.mixed or result.best

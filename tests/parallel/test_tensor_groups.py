@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from paro_lm.config import Config, ParallelConfig
+from paro_lm.parallel.axes import default_tp_group_size
 from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.tensor import Pending, TensorParallel
-from paro_lm.parallel.tensor_groups import GroupedCollectives, default_group_size
+from paro_lm.parallel.tensor_groups import GroupedCollectives
 from paro_lm.testing import run_distributed
 from paro_lm.validation import validate
 from tests.parallel.test_tensor import CASES, check_case, check_counted
@@ -85,7 +86,7 @@ def test_every_model_has_its_own_groups() -> None:
 
 @pytest.mark.parametrize(("tp", "local", "expected"), [(4, 2, 2), (4, 8, 4), (8, 4, 4), (2, None, 2), (4, 1, 1)])
 def test_groups_default_to_nodes(tp: int, local: int | None, expected: int) -> None:
-    assert default_group_size(tp, local) == expected
+    assert default_tp_group_size(tp, local) == expected
 
 
 @pytest.mark.parametrize(

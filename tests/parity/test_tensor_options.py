@@ -18,7 +18,7 @@ from paro_lm.model.transformer import Transformer
 from paro_lm.testing import run_distributed
 from paro_lm.trainer import Trainer
 from paro_lm.validation import validate
-from tests.parity.test_layouts import LLAMA
+from tests.parity.test_layouts import LLAMA, fit_all
 from tests.test_trainer import losses, make_config, records, tokens, weights  # noqa: F401 (a fixture)
 
 STEPS = 2
@@ -45,10 +45,6 @@ SOME = ("tp", "native", "ho_ring", "interleaved", "zbv")
 
 def validations(cfg: Config) -> list[float]:
     return [record["val_loss"] for record in records(cfg) if "val_loss" in record]
-
-
-def fit_all(rank: int, world_size: int, configs: list[Config]) -> list[int]:
-    return [Trainer(cfg).fit() for cfg in configs]
 
 
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])

@@ -58,6 +58,14 @@ def test_full_checkpointing_keeps_the_residual_stream_and_recomputes_the_rest() 
     assert full.head == none.head
 
 
+def test_the_head_works_on_logits_or_on_its_matrix() -> None:
+    found = activations(LLAMA, vocab_size=256, tokens=10, width=4)
+    assert found.working("head", 100) == 10 * 256 * 4  # the loss: logits and their gradient
+    assert found.working("head", 100_000) == 10 * 48 * 4 + 100_000  # the projection: the logits are gone
+    half = activations(LLAMA, vocab_size=256, tokens=10, width=2)
+    assert half.working("head", 100) == 10 * 256 * 2 + 2 * 10 * 256 * 4  # and a block of both in fp32
+
+
 def test_tensor_parallelism_shards_what_lies_inside_and_sequence_parallelism_the_stream() -> None:
     one, two, both = (
         activations(LLAMA, vocab_size=256, tokens=10, width=2, tp=tp, sequence_parallel=sp)

@@ -67,6 +67,23 @@ def test_groups_larger_than_a_node_cross_it() -> None:
     assert both.seconds == pytest.approx(15 / 16 * V / B + 15 * A + 1 / 2 * (V / 16) / (B / 8) + A)
 
 
+def test_tensor_parallel_ranks_of_several_nodes_are_one_ring_or_groups() -> None:
+    shape = MeshShape(dp_intra=2, tp=16)
+    flat = Links(A100, shape).collective("all_reduce", ("tp",), V).seconds
+    assert flat == pytest.approx(2 * (15 / 16 * V / B + 15 * A))
+    grouped = Links(A100, shape, tp_collectives="hierarchical").collective("all_reduce", ("tp",), V).seconds
+    inside, across = 7 / 8 * V / BI + 7 * AI, 1 / 2 * (V / 8) / (B / 8) + A
+    assert grouped == pytest.approx(2 * (inside + across))
+    fours = Links(A100, shape, tp_collectives="hierarchical", tp_group_size=4).collective("all_gather", ("tp",), V).seconds
+    assert fours == pytest.approx(3 / 4 * V / BI + 3 * AI + 3 / 4 * (V / 4) / (2 * B / 8) + 3 * A)  # two ranks of a ring on each node
+    ho = Links(A100, shape, tp_collectives="ho_ring").collective("all_reduce", ("tp",), V).seconds
+    assert ho == pytest.approx(2 * (1 / 2 * (V / 8) / (B / 8) + 7 / 8 * V / BI / 2 + 7 * AI + A))
+    data = Links(A100, shape, tp_collectives="ho_ring", collectives="native")
+    assert data.collective("all_gather", ("dp_intra",), V) == Links(A100, shape, collectives="native").collective(
+        "all_gather", ("dp_intra",), V
+    )
+
+
 def test_gloo_scatters_send_twice_and_auto_depends_on_the_message() -> None:
     native = Links(replace(A100, backend="gloo"), SHAPE, collectives="native")
     ratio = native.collective("reduce_scatter", ("dp_intra",), V).seconds / native.collective("all_gather", ("dp_intra",), V).seconds

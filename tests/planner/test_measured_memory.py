@@ -19,7 +19,7 @@ from paro_lm.parallel.collectives import GridCollectives
 from paro_lm.parallel.engine import ShardingEngine
 from paro_lm.parallel.mesh import ParallelMesh
 from paro_lm.parallel.sharding import KEPT_CELLS, Cell
-from paro_lm.planner.search import Layout, evaluator_of
+from paro_lm.planner.candidates import Layout, evaluator_of
 from paro_lm.testing import run_distributed
 from paro_lm.tools.measure import highest
 
@@ -55,7 +55,7 @@ def measured_and_predicted(mesh: ParallelMesh, model_cfg: ModelConfig, cell: Cel
     step()
     held = engine.state_bytes()
     states = held["param"] + held["grad"] + held["main"] - held["shared"] + optimizer.state_bytes()
-    scratch = sum(buffer.nbytes for grid in (gathers, reductions) for buffer in grid._workspace._buffers.values())
+    scratch = gathers.scratch_bytes + reductions.scratch_bytes
     peak = states + scratch + highest(step, mesh.device)
     engine.close()
     cfg = Config(

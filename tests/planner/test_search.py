@@ -40,7 +40,7 @@ def test_peak_by_hand() -> None:
     """III on 2 groups of 2, three blocks of 64 elements: the peak is the backward of the last block or of one before it."""
     shape, element = MeshShape(dp_inter=2, dp_intra=2), ElementBytes()
     profiles = [UnitProfile(name="layers.0", kind="block", trainable=(64,), count=3)]
-    held = Activations(embedding=0, block=1000, head=0, block_working=100, head_working=0)
+    held = Activations(embedding=0, block=1000, head=0, block_working=100, head_loss=0, head_projection=0)
     found = rank_memory(profiles, [Cell.parse("III")], shape, element, held)
     assert (found.param, found.grad, found.main) == (3 * 64, 3 * 128, 3 * 64 * 6)
     assert found.gathered == 2 * 64 * 2
@@ -57,7 +57,7 @@ def test_states_equal_the_inventory_of_the_config() -> None:
     cfg = load(["model=llama_125m", "precision=bf16", "parallel=iig"])
     shape = MeshShape(dp_inter=2, dp_intra=3)
     exact = memory(unit_sizes(cfg, shape), shape, ElementBytes())
-    held = Activations(embedding=0, block=0, head=0, block_working=0, head_working=0)
+    held = Activations(embedding=0, block=0, head=0, block_working=0, head_loss=0, head_projection=0)
     profiles = rank_profiles(cfg, shape)
     found = rank_memory(profiles, [Cell.parse("IIG")] * len(profiles), shape, ElementBytes(), held)
     assert found.states == exact.total
@@ -105,6 +105,16 @@ def test_the_overrides_of_a_candidate_are_a_valid_config() -> None:
     assert cfg.parallel.sharding == str(result.mixed.cell)
     assert cfg.parallel.sharding_overrides == {name: str(cell) for name, cell in result.mixed.unit_cells.items()}
     assert cfg.parallel.group_size == 8
+
+
+def test_tensor_parallel_over_two_nodes_counts_the_chosen_collectives() -> None:
+    options = PlanOptions(cells=["GGG"], tp=[1, 8, 16], pp=[1], micro_batch_size=[4], mixed=False)
+    native = plan(load(["model=llama_7b", *PAPER]), world_size=32, options=options)
+    assert {c.layout.shape.tp for c in native.candidates} == {1, 8, 16}
+    grouped = plan(load(["model=llama_7b", *PAPER, "parallel.tp=16", "parallel.tp_collectives=ho_ring"]), world_size=32, options=options)
+    assert {c.layout.shape.tp for c in grouped.candidates} == {8, 16}  # with tp=1 the config refuses tp_collectives
+    seconds = [next(c.time.tp for c in found.candidates if c.layout.shape.tp == 16) for found in (native, grouped)]
+    assert 1.1 < seconds[0] / seconds[1] < 16
 
 
 def test_a_mixed_plan_fills_a_budget_between_two_cells() -> None:

@@ -13,8 +13,8 @@ from paro_lm.config import ClusterConfig
 from paro_lm.parallel.axes import DATA_AXES, MeshShape
 from paro_lm.parallel.cost import ElementBytes
 from paro_lm.parallel.sharding import KEPT_CELLS, Cell
+from paro_lm.planner.candidates import Evaluator, Layout, evaluator_of
 from paro_lm.planner.links import Links
-from paro_lm.planner.search import Evaluator, Layout, evaluator_of
 from paro_lm.planner.simulate import simulate_all_gather, simulate_step, write_trace
 from paro_lm.planner.timing import StageCosts, UnitWork, stage_time
 

@@ -9,7 +9,7 @@ import torch
 
 from paro_lm.cli import load
 from paro_lm.distributed import World
-from paro_lm.planner.search import element_bytes
+from paro_lm.planner.inventory import element_bytes
 from paro_lm.testing import run_distributed
 from paro_lm.tools.compare import RATIOS, configs_that_fit, groups, measured_table, time_rings
 from paro_lm.tools.measure import Timing, highest, interval, read_timings, write_timings

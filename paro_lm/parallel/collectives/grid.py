@@ -63,6 +63,11 @@ class GridCollectives:
         self._native: dict[Axes, Algorithm] = {axes: Native(lane, self._order(axes), self._workspace) for axes, lane in self._lanes.items()}
         self._chosen: dict[Axes, Algorithm] = {axes: self._make_algorithm(axes) for axes in self._lanes}
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the receive buffers that the calls so far needed; they live as long as the grid."""
+        return self._workspace.num_bytes
+
     def num_ranks(self, axes: Iterable[str]) -> int:
         """Number of ranks over the axes = number of chunks of a tensor."""
         return self.mesh.size(*self._effective(axes))

@@ -57,6 +57,10 @@ class Workspace:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D tensor; the same memory at each call with the same name."""
         num_bytes = numel * dtype.itemsize
