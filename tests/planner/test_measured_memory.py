@@ -1,6 +1,7 @@
 """Predicted peaks against measured ones: live tensor bytes of a real training step, counted by the allocator's own events.
 
-Measured is what is held before the step (states, exact) and the highest sum of allocations and frees during it. Within 5 %.
+Measured is what is held before the step (states, exact) and the highest sum of allocations and frees during it. Within 5 %, on four
+ranks 3 %.
 """
 
 from __future__ import annotations
@@ -93,4 +94,4 @@ def test_all_kept_cells_on_four_ranks() -> None:
     for rank, found in enumerate(run_distributed(_grid, 4, timeout=400.0)):
         for cell, (states, peak, predicted_states, predicted) in found.items():
             assert predicted_states == states, (rank, cell)
-            assert predicted == pytest.approx(peak, rel=0.05), (rank, cell, peak, predicted)
+            assert predicted == pytest.approx(peak, rel=0.03), (rank, cell, peak, predicted)

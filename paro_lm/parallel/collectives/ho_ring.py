@@ -145,7 +145,7 @@ class _Scatter:
         self.from_ring: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self.from_peers: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
         self.depth = min(INTRA_DEPTH, self.positions)
-        size = pieces.piece
+        size = pieces.largest
         self.ring_slots = ring.workspace.get("inter", pieces.numel if ring.groups > 1 else 0, buffer.dtype)
         self.peer_slots = ring.workspace.get("intra", size * self.depth * (ring.group_size - 1), buffer.dtype)
 
@@ -165,7 +165,7 @@ class _Scatter:
         ring, lane = self.ring, self.ring.intra
         if t >= self.positions or lane is None:
             return
-        size, numel = self.pieces.piece, self._part(t, ring.j).numel()
+        size, numel = self.pieces.largest, self._part(t, ring.j).numel()
         first = (t % self.depth) * (ring.group_size - 1)
         slots = [self.peer_slots[(first + at) * size :][:numel] for at in range(ring.group_size - 1)]
         self.from_peers[t] = [(lane.receive(slot, peer, t), slot) for peer, slot in zip(ring.peers, slots, strict=True)]

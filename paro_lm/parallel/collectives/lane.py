@@ -74,11 +74,11 @@ class Pieces:
     """A chunk of `numel` elements cut into pieces of at most `piece` elements.
 
     Towards both ends pieces halve, down to an eighth but not below `smallest`: the first one fills the pipeline and the last
-    one drains it, and during both one of the two levels of links stands still.
+    one drains it, and during both one of the two levels of links stands still. `largest` is the size of the largest one.
     """
 
     def __init__(self, numel: int, piece: int, smallest: int) -> None:
-        self.numel, self.piece = numel, piece
+        self.numel = numel
         taper = [size for size in (piece // 8, piece // 4, piece // 2) if size >= smallest]
         middle = numel - 2 * sum(taper)
         if middle < piece:
@@ -87,6 +87,7 @@ class Pieces:
         sizes = [*taper, *(middle * (at + 1) // parts - middle * at // parts for at in range(parts)), *reversed(taper)]
         self.bounds = list(itertools.accumulate(sizes, initial=0))
         self.count = len(self.bounds) - 1
+        self.largest = max(sizes, default=0)
 
     @classmethod
     def cut(cls, numel: int, itemsize: int, chunk_bytes: int | None, *, levels: int) -> Pieces:
