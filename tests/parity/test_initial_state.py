@@ -15,7 +15,7 @@ from paro_lm.model.transformer import Transformer
 from paro_lm.parallel.buffer import FlatShard
 from paro_lm.parallel.collectives import ByteLedger
 from paro_lm.parallel.mesh import ParallelMesh
-from paro_lm.testing import run_distributed
+from paro_lm.testing import reused_groups, run_distributed
 from paro_lm.validation import validate
 from tests.parity.test_layouts import CELLS, MODELS
 
@@ -30,6 +30,7 @@ def make(model: str, *, tied: bool, tp: int = 1, pp: int = 1, group: int = 1, ce
             "model.num_layers=5" if schedule == "1f1b" else "model.num_layers=9",
             f"model.tie_embeddings={str(tied).lower()}",
             "precision=fp64",
+            "micro_batch_size=1",
             f"parallel.tp={tp}",
             f"parallel.pp={pp}",
             f"parallel.group_size={group}",
@@ -62,17 +63,19 @@ def layouts(world_size: int, cells: tuple[str, ...]) -> list[Config]:
 
 def _build(rank: int, world_size: int, configs: list[Config]) -> list[tuple[dict[str, FlatShard], dict]]:
     result = []
-    for cfg in configs:
-        mesh = ParallelMesh.build(
-            world_size=world_size, rank=rank, tp=cfg.parallel.tp, pp=cfg.parallel.pp, group_size=cfg.parallel.group_size
-        )
-        ledger = ByteLedger()
-        part = build_model(cfg, mesh, vocab_size=VOCAB, ledger=ledger)
-        engine = build_engine(cfg, part, mesh, ledger=ledger)
-        with engine.unsharded() as model:  # what forward sees, beside what the optimizer updates
-            seen = {name: (part.specs[name], p.detach().clone()) for name, p in model.named_parameters()}
-        result.append((engine.parameter_shards(), seen))
-        engine.close()
+    with reused_groups() as begin:
+        for cfg in configs:
+            begin()
+            mesh = ParallelMesh.build(
+                world_size=world_size, rank=rank, tp=cfg.parallel.tp, pp=cfg.parallel.pp, group_size=cfg.parallel.group_size
+            )
+            ledger = ByteLedger()
+            part = build_model(cfg, mesh, vocab_size=VOCAB, ledger=ledger)
+            engine = build_engine(cfg, part, mesh, ledger=ledger)
+            with engine.unsharded() as model:  # what forward sees, beside what the optimizer updates
+                seen = {name: (part.specs[name], p.detach().clone()) for name, p in model.named_parameters()}
+            result.append((engine.parameter_shards(), seen))
+            engine.close()
     return result
 
 
@@ -92,7 +95,7 @@ def assemble(shards: list[dict[str, FlatShard]]) -> dict[str, torch.Tensor]:
 
 def check(world_size: int, cells: tuple[str, ...]) -> None:
     configs = layouts(world_size, cells)
-    per_rank = run_distributed(_build, world_size, configs)
+    per_rank = run_distributed(_build, world_size, configs, timeout=600.0)
     for index, cfg in enumerate(configs):
         with torch.device("meta"):
             specs = Transformer(cfg.model, vocab_size=VOCAB).parameter_specs()
@@ -113,6 +116,7 @@ def test_first_values_do_not_depend_on_the_layout() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_first_values_in_every_cell(world_size: int) -> None:
     check(world_size, CELLS)
