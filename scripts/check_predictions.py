@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="per node")
     parser.add_argument("--rate", default="500mbit")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of every cell (default 5)")
+    parser.add_argument("--at-once", type=int, default=14, help="cells in memory at a time, which take turns (default all)")
     parser.add_argument("--cells", nargs="+", default=[str(cell) for cell in KEPT_CELLS])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
@@ -70,7 +71,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 def launch(args: argparse.Namespace) -> None:
     """Calibrate, then measure, on one emulated cluster."""
     folder = folder_of(args)
-    options = ("nodes", "ranks", "rate", "rounds", "hidden", "layers", "seq_length", "accumulation", "out")
+    options = ("nodes", "ranks", "rate", "rounds", "hidden", "layers", "seq_length", "accumulation", "at_once", "out")
     command = [sys.executable, str(Path(__file__).absolute()), "--worker", "--cells", *args.cells]
     command += [text for name in options for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     calibrate = [
@@ -114,23 +115,31 @@ def worker(args: argparse.Namespace) -> int:
     world = distributed.initialize(RuntimeConfig(device="cpu"))
     data = distributed.on_rank_zero(lambda: synthetic_data(folder_of(args) / "data", 256))
     configs = {cell: config(cell, args, world.world_size, data) for cell in args.cells}
+    rows: list[dict[str, object]] = []
+    for start in range(0, len(args.cells), args.at_once):
+        rows += measure({cell: configs[cell] for cell in args.cells[start : start + args.at_once]}, args.rounds, world)
+    if world.rank == 0:
+        with (folder_of(args) / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    distributed.shutdown(world)
+    return 0
+
+
+def measure(configs: dict[str, Config], rounds: int, world: distributed.World) -> list[dict[str, object]]:
+    """Rows of cells whose runs take turns. A collective call."""
     runs = [TakingTurns(cell, cfg) for cell, cfg in configs.items()]
-    timings = take_turns(runs, args.rounds, say=lambda text: print(text, flush=True) if world.rank == 0 else None)
+    timings = take_turns(runs, rounds, say=lambda text: print(text, flush=True) if world.rank == 0 else None)
     rows = []
     for run in runs:
         seconds = [each.seconds for each in timings if each.name == run.name and each.round]
         planned = predict(configs[run.name], world_size=world.world_size, local_world_size=world.local_world_size)
         row = (run.name, statistics.median(seconds), min(seconds), max(seconds), planned.time.total, run.peak_bytes(), planned.memory.total)
         rows.append(dict(zip(FIELDS, row, strict=True)))
-    if world.rank == 0:
-        with (folder_of(args) / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
     for run in runs:
         run.close()
-    distributed.shutdown(world)
-    return 0
+    return rows
 
 
 def table(rows: list[Row], name: str) -> str:
