@@ -117,7 +117,7 @@ def worker(args: argparse.Namespace) -> int:
     data = distributed.on_rank_zero(lambda: synthetic_data(folder_of(args) / "data", 256))
     configs = {cell: config(cell, args, world.world_size, data) for cell in args.cells}
     rows: list[dict[str, object]] = []
-    with reused_groups() as begin:  # steps become slower with every communicator that was ever made
+    with reused_groups() as begin:  # steps were slower the more runs a process had seen
         for start in range(0, len(args.cells), args.at_once):
             begin()
             rows += measure({cell: configs[cell] for cell in args.cells[start : start + args.at_once]}, args.rounds, world)
