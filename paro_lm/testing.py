@@ -59,8 +59,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 def reused_groups() -> Iterator[Callable[[], None]]:
     """Within, `dist.new_group` hands out the communicators of earlier runs again; call what it yields at the start of every run.
 
-    For many small runs one after another in the same processes, which otherwise spend most of their time on communicators. The n-th
-    request of a run for certain ranks gets the n-th communicator for them: two of one run stay two.
+    For many small runs one after another in the same processes: they need not make communicators, which are never given back. The
+    n-th request of a run for certain ranks gets the n-th communicator for them: two of one run stay two.
     """
     make, groups, requests = dist.new_group, dict[Any, Any](), Counter[Any]()
 

@@ -18,14 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from check_predictions import config, folder_of, read_cluster
+from check_predictions import config, folder_of, launch, read_cluster
 
 from paro_lm import distributed
 from paro_lm.config import Config, RuntimeConfig
 from paro_lm.planner.candidates import Candidate
 from paro_lm.planner.report import pareto
 from paro_lm.planner.search import PlanOptions, plan
-from paro_lm.tools.emulated_cluster import EmulatedCluster
 from paro_lm.tools.measure import TakingTurns, interval, synthetic_data, take_turns
 
 SHARES = (0.25, 0.5, 0.75)
@@ -49,16 +48,7 @@ def main() -> int:
     if args.worker:
         return worker(args)
     folder = folder_of(args)
-    options = ("nodes", "ranks", "rate", "rounds", "hidden", "layers", "seq_length", "accumulation", "out")
-    command = [sys.executable, str(Path(__file__).absolute()), "--worker"]
-    command += [text for name in options for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
-    calibrate = [
-        sys.executable, "-m", "paro_lm.tools.calibrate", "name=measured", f"folder={folder / 'calibrate'}", "largest_mib=8", "repeats=5",
-        f"hidden_size={args.hidden}", f"tokens={args.seq_length}",
-    ]  # fmt: skip
-    with EmulatedCluster(args.nodes, args.rate) as cluster:
-        cluster.run(calibrate, args.ranks, timeout=300)
-        cluster.run(command, args.ranks, timeout=1800, echo=True)
+    launch(__file__, args)
     text = report(json.loads((folder / "mixed.json").read_text(encoding="utf-8")))
     (folder / "mixed.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -54,7 +54,7 @@ def main() -> int:
     if args.worker:
         return worker(args)
     if not args.summary:
-        launch(args)
+        launch(__file__, args, "--at-once", str(args.at_once), "--cells", *args.cells)
     for path in sorted(args.out.glob("*/predictions.csv")):
         with path.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -69,11 +69,11 @@ def folder_of(args: argparse.Namespace) -> Path:
     return Path(args.out) / f"{args.nodes}x{args.ranks}-{args.rate}"
 
 
-def launch(args: argparse.Namespace) -> None:
-    """Calibrate, then measure, on one emulated cluster."""
+def launch(script: str, args: argparse.Namespace, *more: str) -> None:
+    """Calibrate, then run the workers of `script` with the options of `args` and `more`, on one emulated cluster."""
     folder = folder_of(args)
-    options = ("nodes", "ranks", "rate", "rounds", "hidden", "layers", "seq_length", "accumulation", "at_once", "out")
-    command = [sys.executable, str(Path(__file__).absolute()), "--worker", "--cells", *args.cells]
+    options = ("nodes", "ranks", "rate", "rounds", "hidden", "layers", "seq_length", "accumulation", "out")
+    command = [sys.executable, str(Path(script).absolute()), "--worker", *more]
     command += [text for name in options for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     calibrate = [
         sys.executable, "-m", "paro_lm.tools.calibrate", "name=measured", f"folder={folder / 'calibrate'}", "largest_mib=8", "repeats=5",

@@ -165,6 +165,7 @@ def test_pieces_cover_a_chunk(numel: int, piece: int) -> None:
     chunk = torch.arange(numel)
     cut = [pieces.of(chunk, index) for index in range(pieces.count)]
     assert all(0 < part.numel() <= piece for part in cut)
+    assert pieces.largest == max((part.numel() for part in cut), default=0)  # receive buffers are as large
     assert torch.equal(torch.cat([*cut, chunk[:0]]), chunk)
 
 
