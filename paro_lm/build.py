@@ -209,7 +209,7 @@ def _ends_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
         other = ParallelMesh(shape=mesh.shape, rank=rank, device=mesh.device)
         if other.coordinate("pp") == 0:
             ranks = [rank, other.rank_at(pp=mesh.size("pp") - 1)]
-            group = dist.new_group(ranks)
+            group = mesh.new_group_of(ranks)
             if mesh.rank in ranks:
                 mine = group
     return mine

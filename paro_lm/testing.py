@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import time
 import traceback
-import unittest.mock
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -31,49 +27,27 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "paro_lm.trainer"])  # what is not there is passed over
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(send, store, rank, world_size, timeout, dict(os.environ), list(sys.path), fn, args)
-            )
-            process.start()
-            send.close()
-            pipes.append(receive)
-            processes.append(process)
-        try:
-            results = _collect(pipes, processes, timeout)
-            for process in processes:
-                process.join(timeout=10.0)
-            return results
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-
-
-@contextlib.contextmanager
-def reused_groups() -> Iterator[Callable[[], None]]:
-    """Within, `dist.new_group` hands out the communicators of earlier runs again; call what it yields at the start of every run.
-
-    For many small runs one after another in the same processes: they need not make communicators, which are never given back. The
-    n-th request of a run for certain ranks gets the n-th communicator for them: two of one run stay two.
-    """
-    make, groups, requests = dist.new_group, dict[Any, Any](), Counter[Any]()
-
-    def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
-        what = (None if ranks is None else tuple(ranks), tuple(sorted(options.items())))
-        key = (what, requests[what])
-        requests[what] += 1
-        if key not in groups:
-            groups[key] = make(ranks, **options)
-        return groups[key]
-
-    with unittest.mock.patch.object(dist, "new_group", new_group):
-        yield requests.clear
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # many groups are slow to make over a FileStore
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank, args=(send, store.port, rank, world_size, timeout, dict(os.environ), list(sys.path), fn, args)
+        )
+        process.start()
+        send.close()
+        pipes.append(receive)
+        processes.append(process)
+    try:
+        results = _collect(pipes, processes, timeout)
+        for process in processes:
+            process.join(timeout=10.0)
+        return results
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
@@ -100,7 +74,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
 
 
 def _run_rank(
-    pipe: Any, store: str, rank: int, world_size: int, timeout: float, env: dict[str, str], path: list[str], fn: Any, args: Any
+    pipe: Any, port: int, rank: int, world_size: int, timeout: float, env: dict[str, str], path: list[str], fn: Any, args: Any
 ) -> None:
     os.environ.update(env)
     os.environ.update(
@@ -110,7 +84,11 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=dist.TCPStore("localhost", port, is_master=False),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
         )
         answer = (True, fn(rank, world_size, *args))
     except BaseException:

@@ -91,7 +91,9 @@ class Trainer:
             if run.finished:
                 self._say_finished(run)
                 return EXIT_DONE
-            return self._loop()
+            code = self._loop()
+            self.close()
+            return code
         except (ValueError, OSError):
             raise  # the user's to mend; the command line says it in a sentence
         except Exception as error:
@@ -168,6 +170,12 @@ class Trainer:
             logger.info(report)
         if run.checkpoint is not None:
             self._load(run.checkpoint)
+
+    def close(self) -> None:
+        """Give back what `open` took: threads and communicators. A collective call."""
+        self.loader.close()
+        self.engine.close()
+        self.mesh.close()
 
     def _first_values(self, run: Run) -> Callable[[str], torch.Tensor] | None:
         """First values of parameters; None = those that follow from (seed, name)."""

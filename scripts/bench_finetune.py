@@ -149,8 +149,7 @@ def main() -> None:
             mine, others = np.median(seconds, axis=0) * 1e3
             print(f"{way}: paro_lm {mine:.1f} ms, plain {others:.1f} ms a step of {2 * args.batch * args.seq_length} tokens; ", end="")
             print(f"ratio {ratio:.3f}  [{low:.3f}, {high:.3f}]  (bar: at most {BAR})")
-            trainer.loader.close()
-            trainer.engine.close()
+            trainer.close()
             distributed.shutdown(trainer.world)
 
 

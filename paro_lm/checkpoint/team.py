@@ -29,7 +29,7 @@ class Team:
     def __init__(self, mesh: ParallelMesh | None) -> None:
         self.size = 1 if mesh is None else mesh.size(*AXES)
         self.rank = 0 if mesh is None else mesh.rank
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
+        self.group = None if mesh is None or self.size == 1 else mesh.new_group_of(backend="gloo", timeout=TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
         """The picklable value of every rank, in rank order."""

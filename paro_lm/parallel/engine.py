@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from paro_lm.model.spec import ParameterSpec, Unit
 from paro_lm.parallel.buffer import FlatShard, Slot
@@ -88,10 +89,12 @@ class ShardingEngine:
         self._units = [unit for stage in self._stages for unit in stage.units]
         self._pending: list[RuntimeUnit] = []
         self._held = False
+        self._hooks: list[RemovableHandle] = []
         for unit in self._units:
             for position, module in enumerate(unit.modules):
-                module.register_forward_pre_hook(self._before_forward(unit, position), prepend=True, with_kwargs=True)
-                module.register_forward_hook(self._after_forward(unit, position == len(unit.modules) - 1))
+                before, after = self._before_forward(unit, position), self._after_forward(unit, position == len(unit.modules) - 1)
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after))
             self._watch_gradients(unit)
         self._used = self._none_used()
 
@@ -101,7 +104,8 @@ class ShardingEngine:
     def _watch_gradients(self, unit: RuntimeUnit) -> None:
         for buffer in unit.trainable:
             for slot in buffer.layout.slots:
-                unit.parameters[slot.name].register_post_accumulate_grad_hook(self._after_gradient(unit, buffer, slot))
+                parameter = unit.parameters[slot.name]
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._after_gradient(unit, buffer, slot)))
 
     # ------------------------------------------------------------------ parameters: gather and free
 
@@ -372,9 +376,12 @@ class ShardingEngine:
             self._wait_gather(unit)
 
     def close(self) -> None:
-        """Finish what was submitted and end the queues."""
+        """Finish what was submitted, end the queues and let go of the model, which a hook of a parameter would hold for ever."""
         self._gathers.close()
         self._reductions.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:

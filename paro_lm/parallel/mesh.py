@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,17 @@ Value = TypeVar("Value", int, float, torch.Tensor)
 
 @dataclass(kw_only=True)
 class ParallelMesh:
-    """One rank's view of the mesh. Communicators over a set of axes are made once, by all ranks in the same order."""
+    """One rank's view of the mesh, and owner of all communicators of a run, which all ranks make in the same order.
+
+    `close` gives them back. On Gloo a communicator has threads that wake 100 times a second for as long as anything refers to it.
+    """
 
     shape: MeshShape
     rank: int
     device: torch.device
     local_world_size: int | None = None  # ranks of a node
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _made: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
     def build(
@@ -102,10 +106,26 @@ class ParallelMesh:
             if ranks[0] in seen:
                 continue
             seen.add(ranks[0])
-            group = dist.new_group(ranks)
+            group = self.new_group_of(ranks)
             if self.rank in ranks:
                 mine = group
         return mine
+
+    def new_group_of(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        """A private communicator of these global ranks (None = all), as dist.new_group. Every rank of the world calls it."""
+        group = dist.new_group(ranks, **options)
+        if ranks is None or self.rank in ranks:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Give all communicators back, when nothing is under way on them. A collective call."""
+        if self._made:
+            dist.barrier()
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self._groups.clear()
 
     def sum(self, value: Value, axes: Iterable[str] = AXES) -> Value:
         """Sum over the ranks of these axes, the same on all of them. Numbers travel as float64."""

@@ -72,9 +72,8 @@ class TakingTurns:
         return int(trainer.mesh.max(states + scratch + highest(self.turn, trainer.mesh.device), AXES))
 
     def close(self) -> None:
-        """Give its memory back."""
-        self.trainer.loader.close()
-        self.trainer.engine.close()
+        """Give back what the run holds of threads and communicators. A collective call."""
+        self.trainer.close()
 
 
 def highest(work: Callable[[], Any], device: torch.device) -> int:

@@ -15,7 +15,7 @@ from paro_lm.model.transformer import Transformer
 from paro_lm.parallel.buffer import FlatShard
 from paro_lm.parallel.collectives import ByteLedger
 from paro_lm.parallel.mesh import ParallelMesh
-from paro_lm.testing import reused_groups, run_distributed
+from paro_lm.testing import run_distributed
 from paro_lm.validation import validate
 from tests.parity.test_layouts import CELLS, MODELS
 
@@ -63,19 +63,18 @@ def layouts(world_size: int, cells: tuple[str, ...]) -> list[Config]:
 
 def _build(rank: int, world_size: int, configs: list[Config]) -> list[tuple[dict[str, FlatShard], dict]]:
     result = []
-    with reused_groups() as begin:
-        for cfg in configs:
-            begin()
-            mesh = ParallelMesh.build(
-                world_size=world_size, rank=rank, tp=cfg.parallel.tp, pp=cfg.parallel.pp, group_size=cfg.parallel.group_size
-            )
-            ledger = ByteLedger()
-            part = build_model(cfg, mesh, vocab_size=VOCAB, ledger=ledger)
-            engine = build_engine(cfg, part, mesh, ledger=ledger)
-            with engine.unsharded() as model:  # what forward sees, beside what the optimizer updates
-                seen = {name: (part.specs[name], p.detach().clone()) for name, p in model.named_parameters()}
-            result.append((engine.parameter_shards(), seen))
-            engine.close()
+    for cfg in configs:
+        mesh = ParallelMesh.build(
+            world_size=world_size, rank=rank, tp=cfg.parallel.tp, pp=cfg.parallel.pp, group_size=cfg.parallel.group_size
+        )
+        ledger = ByteLedger()
+        part = build_model(cfg, mesh, vocab_size=VOCAB, ledger=ledger)
+        engine = build_engine(cfg, part, mesh, ledger=ledger)
+        with engine.unsharded() as model:  # what forward sees, beside what the optimizer updates
+            seen = {name: (part.specs[name], p.detach().clone()) for name, p in model.named_parameters()}
+        result.append((engine.parameter_shards(), seen))
+        engine.close()
+        mesh.close()
     return result
 
 

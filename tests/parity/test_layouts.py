@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paro_lm.config import Config
-from paro_lm.testing import reused_groups, run_distributed
+from paro_lm.testing import run_distributed
 from paro_lm.trainer import Trainer
 from tests.test_trainer import losses, make_config, records, tokens, weights  # noqa: F401 (a fixture)
 
@@ -75,12 +75,7 @@ class Layout:
 
 
 def fit_all(rank: int, world_size: int, configs: list[Config]) -> list[int]:
-    codes = []
-    with reused_groups() as begin:
-        for cfg in configs:
-            begin()
-            codes.append(Trainer(cfg).fit())
-    return codes
+    return [Trainer(cfg).fit() for cfg in configs]
 
 
 def check(tokens: Path, layouts: list[Layout]) -> None:  # noqa: F811
