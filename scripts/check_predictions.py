@@ -5,8 +5,9 @@
     scripts/check_predictions.py --nodes 4 --rate 200mbit         # another cluster; --summary prints what <out> holds
 
 paro-calibrate measures the cluster first; the prediction knows nothing else of it. The cells then train one after another, as a run does
-alone: every run in memory has communicators, whose threads wake 100 times a second on Gloo. Written per cluster: a table (Markdown), a CSV and a PNG. Targets: median absolute error of the step time 15 %, the best predicted cell within
-5 % of the best measured one, memory (peak bytes of live tensors) within 5 %.
+alone: on Gloo the threads of every communicator in memory wake 100 times a second. Written per cluster: a table (Markdown), a CSV and a
+PNG. Targets: median absolute error of the step time 15 %, the best predicted cell within 5 % of the best measured one, memory (peak bytes
+of live tensors) within 5 %.
 """
 
 from __future__ import annotations
