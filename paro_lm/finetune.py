@@ -15,7 +15,7 @@ from torch import Tensor
 from paro_lm.config import Config, ConfigError, FinetuneConfig, ModelConfig
 from paro_lm.data.dataset import open_dataset
 from paro_lm.data.prepare import prepare
-from paro_lm.model.flops import model_flops
+from paro_lm.model.flops import attention_weights, model_flops
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.hf.config import model_from_hf, read_json
 from paro_lm.model.hf.hub import HUB, hf_folder
@@ -186,7 +186,7 @@ def flops_per_token(cfg: Config, *, vocab_size: int) -> float:
     lowest = 0 if any(name.startswith("embedding.") for name in trained) else min(layers, default=cfg.model.num_layers)
     matrices = {name: p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and (name.startswith("layers.") or name == table)}
     matrices[table] = cfg.model.hidden_size * vocab_size
-    attention = whole.sizes.query_size * cfg.seq_length
+    attention = attention_weights(cfg.model, whole.sizes, cfg.seq_length)
     passed = sum(numel for name, numel in matrices.items() if name == table or int(name.split(".")[1]) >= lowest)
     forward = 2 * sum(matrices.values()) + 2 * cfg.model.num_layers * attention
     to_inputs = 2 * passed + 4 * (cfg.model.num_layers - lowest) * attention

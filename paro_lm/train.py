@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paro_lm.cli import Tool, check_run, hydra_entry
 from paro_lm.config import Config
 
@@ -31,8 +33,8 @@ def task(cfg: Config) -> int:
     return Trainer(cfg).fit()
 
 
-def main() -> None:
-    hydra_entry(task, TOOL)
+def main(argv: Sequence[str] | None = None) -> None:
+    hydra_entry(task, TOOL, argv)
 
 
 if __name__ == "__main__":

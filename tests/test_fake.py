@@ -7,11 +7,12 @@ import re
 import pytest
 from rich.console import Console
 
-from paro_lm.cli import hydra_entry, load
+from paro_lm.cli import load
 from paro_lm.config import ConfigError
 from paro_lm.fake import describe_world, rank_kinds
 from paro_lm.planner.predict import mesh_of
-from paro_lm.train import TOOL, task
+from paro_lm.train import main
+from tests.command import call
 
 MODEL = ("model.hidden_size=48", "model.num_layers=5", "model.num_heads=6", "model.num_kv_heads=2", "model.ffn_size=104")
 FAKE = ("runtime.backend=fake", "cluster=a100_roce", "data.tokenizer=bytes", *MODEL)
@@ -47,9 +48,7 @@ def test_parts_of_a_v_shaped_pipeline() -> None:
 
 def test_a_thousand_ranks_of_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["experiment=llama_7b", "cluster=h100_ib", "runtime.backend=fake", "runtime.world_size=1024", "parallel.sharding=auto"]
-    with pytest.raises(SystemExit) as stop:
-        hydra_entry(task, TOOL, arguments)
-    assert stop.value.code == 0
+    assert call(main, *arguments) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "parallel.sharding=auto chose" in text
     assert "dp_inter 128 x dp_intra 8" in text
@@ -59,9 +58,7 @@ def test_a_thousand_ranks_of_a_real_model(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_training_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        hydra_entry(task, TOOL, [*FAKE, "runtime.world_size=3", "global_batch_size=64"])
-    assert stop.value.code == 2
+    assert call(main, *FAKE, "runtime.world_size=3", "global_batch_size=64") == 2
     assert "3 data-parallel ranks" in capsys.readouterr().err
     cfg = load([*FAKE, "runtime.world_size=32", "global_batch_size=64", "micro_batch_size=3"])
     with pytest.raises(ConfigError, match="micro_batch_size=3 x 32"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paro_lm.cli import hydra_entry
-from paro_lm.train import TOOL, task
+from paro_lm.train import main
+from tests.command import call
 from tests.test_trainer import MODEL, tokens  # noqa: F401 (a fixture)
 
 SHORT = [*MODEL, "seq_length=16", "global_batch_size=4", "micro_batch_size=2", "steps=1", "eval.every=0"]
@@ -15,9 +15,7 @@ SHORT = [*MODEL, "seq_length=16", "global_batch_size=4", "micro_batch_size=2", "
 
 def train(folder: Path, *overrides: str) -> int:
     arguments = [*SHORT, f"output_dir={folder / 'outputs'}", f"data.cache_dir={folder / 'cache'}", "run_name=bad", *overrides]
-    with pytest.raises(SystemExit) as caught:
-        hydra_entry(task, TOOL, arguments)
-    return int(caught.value.code or 0)
+    return call(main, *arguments)
 
 
 def write(path: Path, text: str) -> Path:

@@ -12,13 +12,23 @@ def model_flops(cfg: ModelConfig, *, vocab_size: int | None = None, seq_length: 
     """FLOPs of forward and backward of `num_samples` samples of `seq_length` tokens, the numerator of MFU.
 
     6 B s [L (h (q + 2k) + q h + E h f) + h V] + 6 L q B s^2, with q and k the widths of queries and keys and E = 3 for SwiGLU, else 2:
-    the causal half of attention counts, recomputation, norms and table look-ups do not. V is taken as given, without padding.
+    the causal half of attention counts (of it what lies in a sliding window), recomputation, norms and table look-ups do not. V is
+    taken as given, without padding.
     """
     sizes = ModelSizes.of(cfg, vocab_size)
     head = cfg.hidden_size * sizes.vocab_size
     weights = cfg.num_layers * _block_matrices(cfg, sizes) + head
-    attention = cfg.num_layers * sizes.query_size * seq_length
-    return 6 * num_samples * seq_length * (weights + attention)
+    attention = cfg.num_layers * attention_weights(cfg, sizes, seq_length)
+    return round(6 * num_samples * seq_length * (weights + attention))
+
+
+def attention_weights(cfg: ModelConfig, sizes: ModelSizes, seq_length: int) -> float:
+    """Scores and weighted sums of one layer, as if they were weights of a linear layer: a token's FLOPs are twice as many in forward.
+
+    q s for causal attention, where a token sees s / 2 others on average; q (2 w - w^2 / s) in a sliding window of w < s tokens.
+    """
+    window = min(cfg.sliding_window or seq_length, seq_length)
+    return sizes.query_size * (2 * window - window**2 / seq_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,7 @@ class LayerCosts:
 def layer_costs(cfg: ModelConfig, *, vocab_size: int | None = None, seq_length: int) -> LayerCosts:
     """Forward and backward FLOPs of the embedding, one block, and the head; their sum over the model is `model_flops` and look-ups."""
     sizes = ModelSizes.of(cfg, vocab_size)
-    block = 6 * seq_length * (_block_matrices(cfg, sizes) + sizes.query_size * seq_length)
+    block = 6 * seq_length * (_block_matrices(cfg, sizes) + attention_weights(cfg, sizes, seq_length))
     return LayerCosts(embedding=seq_length * cfg.hidden_size, block=block, head=6 * seq_length * cfg.hidden_size * sizes.vocab_size)
 
 

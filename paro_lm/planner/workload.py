@@ -27,8 +27,11 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, cfg: ModelConfig, *, vocab_size: int, seq_length: int, num_samples: int) -> ForwardFlops:
-        """From `model_flops`, whose backward is twice the forward; attention counts its causal half."""
-        one = replace(cfg, num_layers=1)
+        """From `model_flops`, whose backward is twice the forward; attention counts its causal half.
+
+        A sliding window spares nothing: the fused kernels compute what its mask hides.
+        """
+        one = replace(cfg, num_layers=1, sliding_window=None)
         block = model_flops(one, vocab_size=0, seq_length=seq_length, num_samples=num_samples) / 3
         head = model_flops(one, vocab_size=vocab_size, seq_length=seq_length, num_samples=num_samples) / 3 - block
         sizes = ModelSizes.of(cfg, vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def _tokenizer_of(prepared: Prepared) -> Tokenizer | None:
     return load_tokenizer(prepared.tokenizer)
 
 
-def run(cfg: Config) -> int:
+def task(cfg: Config) -> int:
     """Prepare (or find) the data of `cfg` and print it."""
     from paro_lm.finetune import resolve
 
@@ -130,13 +129,9 @@ def run(cfg: Config) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 input refused, 1 anything else."""
-    try:
-        hydra_entry(run, TOOL, argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+def main(argv: Sequence[str] | None = None) -> None:
+    hydra_entry(task, TOOL, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

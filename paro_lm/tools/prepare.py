@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ TOOL = Tool(
 )
 
 
-def run(cfg: Config) -> int:
+def task(cfg: Config) -> int:
     """Prepare and print one line per pair of files."""
     from paro_lm.finetune import resolve
 
@@ -51,13 +50,9 @@ def _masked(prefix: Path) -> str:
     return f", loss on {trained:,}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 input refused, 1 anything else."""
-    try:
-        hydra_entry(run, TOOL, argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+def main(argv: Sequence[str] | None = None) -> None:
+    hydra_entry(task, TOOL, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

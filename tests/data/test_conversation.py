@@ -17,6 +17,7 @@ from paro_lm.data.prepare import prepare, read_manifest
 from paro_lm.data.streams import pack
 from paro_lm.tools import inspect
 from paro_lm.tools import prepare as prepare_tool
+from tests.command import call
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -200,10 +201,10 @@ def test_bad_rows_are_named_with_exit_code_2(tmp_path: Path, capsys: pytest.Capt
     for rows, tokenizer, message in cases:
         path = write(tmp_path / "a.jsonl", rows)
         arguments = ["data=chat", f"data.train={path}", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path / 'cache'}"]
-        assert prepare_tool.main(arguments) == 2, message
+        assert call(prepare_tool.main, *arguments) == 2, message
         assert message in capsys.readouterr().err
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    assert prepare_tool.main([f"data.train={path}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"]) == 2
+    assert call(prepare_tool.main, f"data.train={path}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}") == 2
     assert "no field 'text', its fields are messages; set data.format=messages" in capsys.readouterr().err
 
 
@@ -211,7 +212,7 @@ def test_inspect_shows_what_is_trained_on(tmp_path: Path, capsys: pytest.Capture
     tokenizer = make_tokenizer(tmp_path / "tokenizer", CHATML)
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}] * 3)
     arguments = ["data=chat", f"data.train={path}", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path / 'cache'}"]
-    assert inspect.main([*arguments, "data.valid_fraction=0", "seq_length=200"]) == 0
+    assert call(inspect.main, *arguments, "data.valid_fraction=0", "seq_length=200") == 0
     out = capsys.readouterr().out
     assert out.count("trained on: 'It is four.<|im_end|>'") == out.count("trained on: 'Six, of course.<|im_end|>'") == 3
     assert "3 documents in 3 samples" in out

@@ -9,6 +9,7 @@ import pytest
 
 from paro_lm.data.indexed import IndexedReader
 from paro_lm.tools import inspect, prepare
+from tests.command import call
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_prepare_says_what_it_made(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare.main(arguments) == 0
+    assert call(prepare.main, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     train, valid = lines[0].split()[1], lines[1].split()[1]
     assert lines[0].startswith("train: ")
@@ -31,7 +32,7 @@ def test_prepare_says_what_it_made(arguments: list[str], tmp_path: Path, capsys:
 
 
 def test_inspect_shows_documents_and_samples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main([*arguments, "seq_length=24", "data.document_mask=true", "data.valid_fraction=0"]) == 0
+    assert call(inspect.main, *arguments, "seq_length=24", "data.document_mask=true", "data.valid_fraction=0") == 0
     out = capsys.readouterr().out
     assert "20 documents, 290 tokens of type uint16" in out
     assert "tokens per document: least 14, median 14, mean 14.5, most 15" in out
@@ -47,17 +48,17 @@ def test_inspect_shows_documents_and_samples(arguments: list[str], capsys: pytes
 @pytest.mark.parametrize("tool", [prepare, inspect])
 def test_exit_codes(tool: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = tool.main  # type: ignore[attr-defined]
-    assert main(["--help"]) == 0
+    assert call(main, "--help") == 0
     examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {tool.TOOL.name} ")]  # type: ignore[attr-defined]
     assert len(examples) >= 2
-    assert main([f"data.train={tmp_path / 'none.txt'}", f"data.cache_dir={tmp_path}"]) == 2
+    assert call(main, f"data.train={tmp_path / 'none.txt'}", f"data.cache_dir={tmp_path}") == 2
     assert "none.txt" in capsys.readouterr().err
-    assert main(["data.trian=x"]) == 2
+    assert call(main, "data.trian=x") == 2
     assert "data.trian" in capsys.readouterr().err
 
 
 def test_too_little_text_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("short")
     arguments = [f"data.train={tmp_path / 'a.txt'}", f"data.cache_dir={tmp_path}", "data.tokenizer=bytes", "data.valid_fraction=0"]
-    assert inspect.main([*arguments, "seq_length=64"]) == 2
+    assert call(inspect.main, *arguments, "seq_length=64") == 2
     assert "has 6 tokens, one sample of seq_length=64 needs 65" in capsys.readouterr().err

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from paro_lm import train
-from paro_lm.cli import hydra_entry
 from paro_lm.restore import restore
+from tests.command import call
 from tests.data.test_conversation import CHATML, make_tokenizer
 from tests.finetune.plain import make_folder
-from tests.model.test_hf_tools import call
 
 
 def paro_train(*arguments: str) -> int:
-    return call(lambda argv: hydra_entry(train.task, train.TOOL, argv), *arguments)
+    return call(train.main, *arguments)
 
 
 def arguments(folder: Path, chats: Path, *others: str) -> list[str]:

@@ -13,9 +13,9 @@ from paro_lm.checkpoint.folder import latest_checkpoint, read_meta
 from paro_lm.restore import restore
 from paro_lm.testing import run_distributed
 from paro_lm.tools import export
+from tests.command import call
 from tests.finetune.plain import make_config, make_folder
 from tests.finetune.test_finetune import fit
-from tests.model.test_hf_tools import call
 from tests.test_trainer import records
 
 LORA = ["finetune.lora_rank=3", "finetune.lora_alpha=6", "steps=5", "optim.lr=0.1"]

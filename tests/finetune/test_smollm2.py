@@ -14,8 +14,8 @@ from paro_lm.data.prepare import default_corpus
 from paro_lm.testing import run_distributed
 from paro_lm.tools import export
 from paro_lm.tools.smollm2 import PACKAGE, fetch
+from tests.command import call
 from tests.finetune.test_finetune import fit
-from tests.model.test_hf_tools import call
 from tests.test_trainer import records
 
 WAYS = {"full": ["finetune=full", "optim.lr=2e-5"], "lora": []}

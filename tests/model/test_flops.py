@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_flops_goldens() -> None:
     small = ModelConfig(num_layers=2, hidden_size=8, ffn_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
     assert model_flops(small, vocab_size=32, seq_length=4) == 35_328
     assert model_flops(small, vocab_size=32, seq_length=4, num_samples=3) == 3 * 35_328
+
+
+def test_a_window_counts_what_it_shows() -> None:
+    """Against the pairs of a mask, counted one by one, less half a window, as s^2 / 2 is the causal half less half a sequence."""
+    plain = ModelConfig(num_layers=3, hidden_size=8, ffn_size=16, num_heads=2, head_dim=4)
+
+    def attention(window: int) -> float:
+        pairs = torch.ones(50, 50).tril().triu(1 - window).sum().item() - min(window, 50) / 2
+        return 3 * 12 * 8 * pairs
+
+    full = model_flops(plain, vocab_size=32, seq_length=50)
+    for window in (1, 7, 49, 50, 80):
+        windowed = model_flops(replace(plain, sliding_window=window), vocab_size=32, seq_length=50)
+        assert full - windowed == attention(50) - attention(window)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from paro_lm.model.transformer import Transformer
 from paro_lm.restore import restore
 from paro_lm.run import Run
 from paro_lm.tools import evaluate, export, generate
+from tests.command import call
 from tests.model.hf_models import make_model, stored
 
 TEXT = "Les éléments du naïve façade, 東京 \U0001f600\n\ttabs and  spaces\x00\x7f"
@@ -33,13 +33,6 @@ CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def call(main: Callable[[list[str]], None], *arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
 
 
 def make_run(folder: Path, model: ModelConfig, *, vocab_size: int, tokenizer: str | None = "bytes", dtype: str = "fp32") -> Path:

@@ -14,8 +14,8 @@ from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.restore import restore
 from paro_lm.tools import evaluate, export
 from paro_lm.tools.smollm2 import PACKAGE, fetch, gguf_name, half_layout
+from tests.command import call
 from tests.model.hf_models import stored
-from tests.model.test_hf_tools import call
 
 TOLERANCE = 1e-4  # on logits, fp32
 

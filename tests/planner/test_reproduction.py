@@ -18,6 +18,7 @@ from paro_lm.planner.paper import FITTED, TOLERANCE, Constants, deviation, fit, 
 from paro_lm.planner.published import CLAIMS
 from paro_lm.planner.reproduction import TABLES, reproduce
 from paro_lm.tools.reproduce import main
+from tests.command import call
 
 FREE = Constants(efficiency=1.0, latency=0.0, partial=1.0, peft=1.0)
 
@@ -109,9 +110,7 @@ def test_every_table_is_made_and_unknown_ones_are_refused() -> None:
 
 
 def test_the_command_writes_markdown_csv_and_figures(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([f"folder={tmp_path}"])
-    assert stop.value.code == 0
+    assert call(main, f"folder={tmp_path}") == 0
     text = (tmp_path / "reproduce.md").read_text()
     readings = ("Three readings were chosen after", "shaped around the tolerance", "outside the 27")
     for words in (*readings, "seed of the fit: 0", "commit: ", "!["):
