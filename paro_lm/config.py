@@ -44,11 +44,15 @@ def option(default: Any, doc: str, *, choices: str | None = None, least: float |
 class RopeScalingConfig:
     """How rotary frequencies are stretched beyond the length a model was trained on."""
 
-    type: str = option("none", "How frequencies are scaled.", choices="none | linear | llama3")
+    type: str = option("none", "How frequencies are scaled.", choices="none | linear | llama3 | yarn")
     factor: float = option(1.0, "How many times longer the context becomes.", above=0)
     low_freq_factor: float = option(1.0, "llama3: wavelengths above original/low are divided by factor.", above=0)
     high_freq_factor: float = option(4.0, "llama3: wavelengths below original/high stay as they are.", above=0)
-    original_max_position: int = option(8192, "llama3: context length before scaling.", least=1)
+    original_max_position: int = option(8192, "llama3, yarn: context length before scaling.", least=1)
+    beta_fast: float = option(32.0, "yarn: dimensions that turn more often than this over the original length stay as they are.", above=0)
+    beta_slow: float = option(1.0, "yarn: dimensions that turn less often than this over the original length are divided.", above=0)
+    truncate: bool = option(True, "yarn: the range between both begins and ends at whole dimensions.")
+    attention_factor: float | None = option(None, "yarn: factor on queries and keys; null = 0.1 ln(factor) + 1.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from paro_lm.config import RopeScalingConfig
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig, device: torch.device | None = None) -> Tensor:
     """The head_dim / 2 angular frequencies per position, in fp32 (as Hugging Face models compute them).
 
-    `linear` divides all by `factor`; `llama3` (Llama 3.1) divides long wavelengths, keeps short ones and interpolates between.
+    `linear` divides all by `factor`; `llama3` (Llama 3.1) divides long wavelengths, keeps short ones and interpolates between, over
+    the wavelengths; `yarn` (arXiv 2309.00071) does so over the dimensions. Raises ValueError for another type.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponent
@@ -27,7 +28,34 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig,
         low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
         kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
         return kept * frequencies + (1 - kept) * frequencies / scaling.factor
-    raise ValueError(f"model.rope_scaling.type must be none, linear or llama3, got {scaling.type!r}")
+    if scaling.type == "yarn":
+        first, last = _yarn_range(head_dim, theta, scaling)
+        divided = ((torch.arange(head_dim // 2, dtype=torch.float32, device=device) - first) / (last - first)).clamp(0.0, 1.0)
+        return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+    raise ValueError(f"model.rope_scaling.type must be none, linear, llama3 or yarn, got {scaling.type!r}")
+
+
+def _yarn_range(head_dim: int, theta: float, scaling: RopeScalingConfig) -> tuple[float, float]:
+    """Dimensions between which YaRN goes over from kept to divided frequencies."""
+
+    def dimension(turns: float) -> float:
+        """The one that turns this often over the original context length."""
+        return head_dim / 2 * math.log(scaling.original_max_position / (turns * 2 * math.pi), theta)
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last if last != first else first + 0.001  # a step, without a division by zero
+
+
+def rotation_factor(scaling: RopeScalingConfig) -> float:
+    """What queries and keys are multiplied by while they are rotated: 1 but for `yarn`, which sharpens attention (its section 3.4)."""
+    if scaling.type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
 class Rope:
@@ -35,6 +63,7 @@ class Rope:
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScalingConfig) -> None:
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.factor = rotation_factor(scaling)
         self.frequencies: Tensor | None = None
 
     def reset(self, device: torch.device) -> None:
@@ -42,13 +71,13 @@ class Rope:
         self.frequencies = inverse_frequencies(self.head_dim, self.theta, self.scaling, device)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [..., sequence, 1, head_dim / 2] in `dtype`, of positions [..., sequence]."""
+        """cos and sin, times `rotation_factor`, [..., sequence, 1, head_dim / 2] in `dtype`, of positions [..., sequence]."""
         if self.frequencies is None or self.frequencies.device != positions.device:
             self.reset(positions.device)
         assert self.frequencies is not None
         precise = torch.promote_types(dtype, torch.float32)
         angles = positions.to(precise)[..., None, None] * self.frequencies.to(precise)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,7 +89,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation keeps only its tables for backward, which is the rotation back."""
+    """A rotation keeps only its tables for backward, which is the rotation back, with the same factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def _rope_scaling(cfg: ModelConfig) -> Iterator[str]:
     scaling = cfg.rope_scaling
     if scaling.type == "none":
         if scaling.factor != 1.0:
-            yield f"model.rope_scaling.factor: {scaling.factor} has no effect with model.rope_scaling.type=none; use linear or llama3"
+            yield f"model.rope_scaling.factor: {scaling.factor} has no effect with model.rope_scaling.type=none; use linear, llama3 or yarn"
         return
     if cfg.positions != "rope":
         yield f"model.rope_scaling.type: {scaling.type} needs model.positions=rope, got {cfg.positions}; use none"
@@ -59,8 +59,23 @@ def _rope_scaling(cfg: ModelConfig) -> Iterator[str]:
             "model.rope_scaling.low_freq_factor: must be positive and below model.rope_scaling.high_freq_factor, "
             f"got {scaling.low_freq_factor} and {scaling.high_freq_factor}"
         )
-    if scaling.type == "llama3" and scaling.original_max_position < 1:
+    if scaling.type == "yarn":
+        yield from _yarn(cfg)
+    if scaling.type in ("llama3", "yarn") and scaling.original_max_position < 1:
         yield f"model.rope_scaling.original_max_position: must be at least 1, got {scaling.original_max_position}"
+
+
+def _yarn(cfg: ModelConfig) -> Iterator[str]:
+    scaling = cfg.rope_scaling
+    if not 0 < scaling.beta_slow < scaling.beta_fast:
+        yield (
+            "model.rope_scaling.beta_slow: must be positive and below model.rope_scaling.beta_fast, "
+            f"got {scaling.beta_slow} and {scaling.beta_fast}"
+        )
+    if cfg.rope_theta <= 1:
+        yield f"model.rope_theta: must be above 1 with model.rope_scaling.type=yarn, got {cfg.rope_theta}"
+    if scaling.attention_factor is not None and scaling.attention_factor <= 0:
+        yield f"model.rope_scaling.attention_factor: must be positive, got {scaling.attention_factor}"
 
 
 def _heads(cfg: ModelConfig, tp: int) -> Iterator[str]:

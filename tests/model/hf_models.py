@@ -28,12 +28,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 5e5,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**LLAMA, "rms_norm_eps": 1e-5}),
     "llama_tied_head_dim": ("llama", {**LLAMA, "tie_word_embeddings": True, "head_dim": 8}),
     "llama_linear": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
     "llama3": ("llama", {**LLAMA, "rope_parameters": LLAMA3}),
+    "llama_yarn": ("llama", {**LLAMA, "head_dim": 8, "rope_parameters": YARN | {"truncate": False, "beta_fast": 3.0}}),
     "llama_8_heads": ("llama", {**LLAMA, "hidden_size": 32, "num_attention_heads": 8, "head_dim": 8}),
     "llama_biases": ("llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
@@ -41,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_tied": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
+    "qwen3_yarn": ("qwen3", {**LLAMA, "head_dim": 8, "rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}}),
     "qwen3_tied": ("qwen3", {**LLAMA, "head_dim": 6, "tie_word_embeddings": True, "attention_bias": True}),
     "gpt2": ("gpt2", GPT2),
     "gpt2_untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 24, "activation_function": "gelu"}),

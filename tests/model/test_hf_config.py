@@ -13,14 +13,15 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paro_lm.cli import load
 from paro_lm.config import ModelConfig
 from paro_lm.model.hf.checkpoint import HFCheckpoint
 from paro_lm.model.hf.config import model_from_hf, model_to_hf
-from paro_lm.model.rope import inverse_frequencies
+from paro_lm.model.rope import inverse_frequencies, rotation_factor
 from paro_lm.model.sizes import ModelSizes
-from tests.model.hf_models import LLAMA, LLAMA3, save_model, stored
+from tests.model.hf_models import LLAMA, LLAMA3, YARN, save_model, stored
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 
@@ -32,6 +33,10 @@ PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "mo
         (
             {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"},
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}, "dtype": "float16"},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            {"rope_parameters": {**YARN, "rope_theta": 1e6}},
         ),
         ({"rope_theta": 2e4, "rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
         ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
@@ -55,6 +60,32 @@ def test_frequencies_of_llama3() -> None:
     _, cfg = model_from_hf({"model_type": "llama", **LLAMA, "head_dim": 8, "rope_parameters": scaling})
     expected = torch.tensor([1, 0.013042256, 0.00125, 0.000125])
     torch.testing.assert_close(inverse_frequencies(8, cfg.rope_theta, cfg.rope_scaling), expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"truncate": False},
+        {"beta_fast": 8.0, "beta_slow": 2.0},
+        {"original_max_position_embeddings": 8},  # nothing turns 32 times: the range begins below the first dimension
+        {"attention_factor": 1.5},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"mscale": 0.707},
+        {"factor": 1.0},
+        {"rope_theta": 1e6, "factor": 40.0, "original_max_position_embeddings": 4096},
+    ],
+)
+def test_yarn_is_that_of_transformers(changes: dict[str, Any]) -> None:
+    """Frequencies and the factor on queries and keys, directly and after the way through our config and back."""
+    values = {"model_type": "llama", **LLAMA, "head_dim": 32, "rope_parameters": {**YARN, **changes}}
+    _, cfg = model_from_hf(values)
+    written = model_to_hf(cfg, vocab_size=50, dtype="float32")
+    for theirs in (AutoConfig.for_model(**values), AutoConfig.for_model(**written)):
+        frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+        torch.testing.assert_close(inverse_frequencies(32, cfg.rope_theta, cfg.rope_scaling), frequencies, atol=0, rtol=1e-6)
+        assert rotation_factor(cfg.rope_scaling) == pytest.approx(factor, rel=1e-12)
+    assert model_from_hf(written)[1] == cfg
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -97,7 +128,10 @@ REFUSED = [
     ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not supported"),
     ({"model_type": None}, "has no model_type; supported: llama"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.* not supported; LlamaForCausalLM is"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported; supported: default, linear, llama3"),
+    (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        "rope_type='dynamic' is not supported; supported: default, linear, llama3, yarn",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for llama; supported: silu"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
     ({"hidden_size": "wide"}, "is refused by transformers: .*hidden_size"),

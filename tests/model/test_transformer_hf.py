@@ -106,6 +106,10 @@ SCALINGS = {
             "rope_theta": 10000.0,
         },
     ),
+    "yarn": (
+        RopeScalingConfig(type="yarn", factor=4.0, original_max_position=16),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0},
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def model_to_hf(
     values = {key: getattr(cfg, option) for option, key in family.keys.items()}
     if family.fixed["positions"] == "rope":
         values |= {"num_key_value_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim, "intermediate_size": sizes.ffn_size}
-        values["rope_parameters"] = _rope_values(cfg)
+        values["rope_parameters"] = _same_rope(cfg, family, like) or _rope_values(cfg)
         if not family.has_head_dim and sizes.head_dim * sizes.num_heads == cfg.hidden_size:
             del values["head_dim"]
     names = family.activations[cfg.activation]
@@ -152,9 +153,38 @@ def _rope(values: Mapping[str, Any], where: object) -> tuple[float, RopeScalingC
                 high_freq_factor=float(rope["high_freq_factor"]),
                 original_max_position=int(rope["original_max_position_embeddings"]),
             )
+        if kind == "yarn":
+            return theta, _yarn(rope, int(values["max_position_embeddings"]))
     except KeyError as error:
         raise ValueError(f"{where}: rope_parameters of type {kind} lack {error.args[0]}.") from None
-    raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported: default, linear, llama3.")
+    raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported: default, linear, llama3, yarn.")
+
+
+def _yarn(rope: Mapping[str, Any], max_positions: int) -> RopeScalingConfig:
+    """`mscale` and `mscale_all_dim` (DeepSeek) are two parts of one attention factor."""
+    original = int(rope["original_max_position_embeddings"])
+    factor = float(rope["factor"] or max_positions / original)
+    attention = rope.get("attention_factor")
+    above, below = (float(rope.get(part) or 0.0) for part in ("mscale", "mscale_all_dim"))
+    if attention is None and above and below:
+        attention = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0) if factor > 1 else 1.0
+    return RopeScalingConfig(
+        type="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=None if attention is None else float(attention),
+    )
+
+
+def _same_rope(cfg: ModelConfig, family: Family, like: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rope_parameters of `like` where they mean what `cfg` does: there are several ways to write some of them."""
+    if not any(like.get(key) for key in ROPE_KEYS):
+        return None
+    complete = _complete(family, like, "config.json")
+    return complete["rope_parameters"] if _rope(complete, "config.json") == (cfg.rope_theta, cfg.rope_scaling) else None
 
 
 def _rope_values(cfg: ModelConfig) -> dict[str, Any]:
@@ -162,9 +192,14 @@ def _rope_values(cfg: ModelConfig) -> dict[str, Any]:
     if scaling.type == "none":
         return {"rope_type": "default", "rope_theta": cfg.rope_theta}
     values: dict[str, Any] = {"rope_type": scaling.type, "rope_theta": cfg.rope_theta, "factor": scaling.factor}
+    if scaling.type in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = scaling.original_max_position
     if scaling.type == "llama3":
         values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-        values["original_max_position_embeddings"] = scaling.original_max_position
+    if scaling.type == "yarn":
+        values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        values |= {} if scaling.truncate else {"truncate": False}
+        values |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     return values
 
 
