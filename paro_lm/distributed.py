@@ -100,7 +100,7 @@ def initialize(runtime: RuntimeConfig) -> World:
         timeout = timedelta(minutes=runtime.timeout_minutes)
         name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(name, timeout=timeout)
+            dist.init_process_group(name, timeout=timeout, **_meeting(rank, world_size, timeout))
         else:
             dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(
@@ -112,6 +112,18 @@ def initialize(runtime: RuntimeConfig) -> World:
         backend=backend,
         owns_process_group=owns_process_group,
     )
+
+
+def _meeting(rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """Where ranks meet that torchrun has started again: under keys of their own in its store, which still holds the addresses of the
+    ranks before them. Nothing (torch's own way) without a torchrun that keeps the store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"paro_lm/{attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def shutdown(world: World) -> None:

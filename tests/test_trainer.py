@@ -53,26 +53,29 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(tokens: Path, *overrides: str, tied: bool = True) -> Config:
-    return load(
-        [
-            f"data.train=[{tokens / 'train'}]",
-            f"data.valid=[{tokens / 'valid'}]",
-            "data.tokenizer=bytes",
-            f"data.cache_dir={tokens / 'cache'}",
-            f"output_dir={tokens / 'outputs'}",
-            f"model.tie_embeddings={str(tied).lower()}",
-            *MODEL,
-            "seq_length=17",
-            "global_batch_size=12",
-            "micro_batch_size=1",
-            "precision=fp64",
-            "optim.lr=0.01",
-            "eval.every=0",
-            "eval.batches=2",
-            *overrides,
-        ]
-    )
+def overrides(tokens: Path, *more: str, tied: bool = True) -> list[str]:
+    """The command line of a small run on these tokens."""
+    return [
+        f"data.train=[{tokens / 'train'}]",
+        f"data.valid=[{tokens / 'valid'}]",
+        "data.tokenizer=bytes",
+        f"data.cache_dir={tokens / 'cache'}",
+        f"output_dir={tokens / 'outputs'}",
+        f"model.tie_embeddings={str(tied).lower()}",
+        *MODEL,
+        "seq_length=17",
+        "global_batch_size=12",
+        "micro_batch_size=1",
+        "precision=fp64",
+        "optim.lr=0.01",
+        "eval.every=0",
+        "eval.batches=2",
+        *more,
+    ]
+
+
+def make_config(tokens: Path, *more: str, tied: bool = True) -> Config:
+    return load(overrides(tokens, *more, tied=tied))
 
 
 def records(cfg: Config) -> list[dict[str, Any]]:

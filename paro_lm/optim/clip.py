@@ -33,10 +33,18 @@ def grad_norm(
     replicated    axes besides the data axes on which every rank holds a parameter's whole gradient (tp for norms), by name
     """
     parts = list(_counted(engine, replicated))
-    norms = torch.stack(torch._foreach_norm(parts, norm_type)).double() if parts else torch.zeros(1, dtype=torch.float64)
+    norms = _norms(parts, norm_type)
     if math.isinf(norm_type):
         return engine.mesh.max(norms.max().item(), AXES)
     return engine.mesh.sum(norms.pow(norm_type).sum().item(), AXES) ** (1.0 / norm_type)
+
+
+def _norms(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of each part, float64, on the host. 16-bit gradients are summed in fp32: their norm may lie beyond their range."""
+    if not parts:
+        return torch.zeros(1, dtype=torch.float64)
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)).cpu().double()
 
 
 @torch.no_grad()
