@@ -126,9 +126,11 @@ def _meeting(rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
     return {"store": dist.PrefixStore(f"paro_lm/{attempt}", store), "rank": rank, "world_size": world_size}
 
 
-def shutdown(world: World) -> None:
-    """Leave the process group that `initialize` started; every rank calls it."""
-    if world.owns_process_group and dist.is_initialized():
+def shutdown(world: World, *, together: bool = True) -> None:
+    """Leave the process group that `initialize` started. With NCCL that waits for the other ranks, so a rank that may be alone in
+    this (`together` is false) leaves it to the end of its process: else nobody would learn that it failed.
+    """
+    if world.owns_process_group and dist.is_initialized() and (together or world.backend != "nccl"):
         dist.destroy_process_group()
 
 

@@ -86,9 +86,20 @@ def open_run(cfg: Config) -> Run:
     given = None if resume == "auto" else find_checkpoint(resume)
     own = latest_checkpoint(folder / "checkpoints")
     if given is not None and own is None:  # once this run has checkpoints of its own, they are newer than what it started from
-        return Run(folder=folder, checkpoint=given, finished=False, step=int(read_meta(given)["step"]))
+        step = int(read_meta(given)["step"])
+        if step >= cfg.steps:
+            raise ValueError(
+                f"steps={cfg.steps} leaves nothing to do after step {step} of checkpoint.resume={given}: "
+                f"steps count from the start of that run; give at least steps={step + 1}."
+            )
+        return Run(folder=folder, checkpoint=given, finished=False, step=step)
     if own is None:
         return Run(folder=folder, checkpoint=None, finished=False)
+    if given is not None and given.resolve() != own.resolve() and given.resolve().parent == own.resolve().parent:
+        raise ValueError(
+            f"checkpoint.resume={given} is a checkpoint of this run, whose newest is {own.name}. To go back to it, move the newer "
+            f"ones out of {own.parent}; to branch from it, choose another run_name."
+        )
     step = int(read_meta(own)["step"])
     changes = difference(read_config(folder / "config.yaml"), cfg)
     texts = tuple(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,16 @@ class Trainer:
         ReportedError when training failed, after each rank has told so.
         """
         self.world = distributed.initialize(self.cfg.runtime)
+        together = False  # whether all ranks leave here
         try:
             run = self.open()
             if run.finished:
                 self._say_finished(run)
-                return EXIT_DONE
-            code = self._loop()
-            self.close()
+                code = EXIT_DONE
+            else:
+                code = self._loop()
+                self.close()
+            together = True
             return code
         except (ValueError, OSError):
             raise  # the user's to mend; the command line says it in a sentence
@@ -102,7 +106,7 @@ class Trainer:
                 raise error from error.__cause__
             raise ReportedError(report_failure(self._logs, self.world.rank, error)) from error
         finally:
-            distributed.shutdown(self.world)
+            distributed.shutdown(self.world, together=together)
 
     def _advised(self, error: Exception) -> Exception:
         held = {} if self._logs is None else self.state_bytes()
@@ -134,6 +138,7 @@ class Trainer:
             group_size=cfg.parallel.group_size,
             local_world_size=world.local_world_size,
             device=world.device,
+            timeout=timedelta(minutes=cfg.runtime.timeout_minutes),
         )
         self.vocab_size = check_vocab(cfg, prepared.vocab_size)
         self.ledger = ByteLedger()

@@ -96,6 +96,13 @@ def test_resume_of_what_is_not_there_or_has_changed(tokens: Path, tmp_path: Path
     assert "optim.lr: 0.001 -> 0.5" in message
     assert "steps" not in message.split("\n  ", 1)[1].split("\nTo continue")[0]
     assert train(tmp_path, *data, "optim.lr=0.5", "steps=2", f"checkpoint.resume={tmp_path / 'outputs' / 'bad'}") == 0
+    other = f"checkpoint.resume={tmp_path / 'outputs' / 'bad'}"
+    assert train(tmp_path, *data, "run_name=next", "steps=2", other) == 2
+    assert "steps=2 leaves nothing to do after step 2" in capfd.readouterr().err
+    assert not (tmp_path / "outputs" / "next").exists()
+    older = tmp_path / "outputs" / "bad" / "checkpoints" / "step_1"
+    assert train(tmp_path, *data, "steps=3", f"checkpoint.resume={older}") == 2
+    assert "whose newest is step_2. To go back to it, move the newer ones out of" in capfd.readouterr().err
     shard = next((tmp_path / "outputs" / "bad" / "checkpoints" / "step_2").glob("*.distcp"))
     shard.write_bytes(b"")
     assert train(tmp_path, *data, "optim.lr=0.5", "steps=3", f"checkpoint.resume={tmp_path / 'outputs' / 'bad'}") == 2

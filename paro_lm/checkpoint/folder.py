@@ -230,4 +230,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _damaged(path: Path, why: str) -> ValueError:
-    return ValueError(f"The checkpoint {path} is damaged: {why}. Resume from another one (checkpoint.resume=<path of a step_<k> folder>).")
+    return ValueError(
+        f"The checkpoint {path} is damaged: {why}. Move it away to continue from the one before, or start another run_name from one "
+        "(checkpoint.resume=<path of a step_<k> folder>)."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ class ParallelMesh:
     rank: int
     device: torch.device
     local_world_size: int | None = None  # ranks of a node
+    timeout: timedelta | None = None  # of every collective; None = what torch has as default, whatever the process group was given
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     _made: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -42,10 +44,11 @@ class ParallelMesh:
         group_size: int | None = None,
         local_world_size: int | None = None,
         device: torch.device | str = "cpu",
+        timeout: timedelta | None = None,
     ) -> ParallelMesh:
         """Mesh over an initialised process group; see MeshShape.build for sizes and errors. A collective call."""
         shape = MeshShape.build(world_size=world_size, tp=tp, pp=pp, group_size=group_size, local_world_size=local_world_size)
-        mesh = cls(shape=shape, rank=rank, device=torch.device(device), local_world_size=local_world_size)
+        mesh = cls(shape=shape, rank=rank, device=torch.device(device), local_world_size=local_world_size, timeout=timeout)
         for axes in (("dp_inter",), ("dp_intra",), ("tp",), ("pp",), DATA_AXES, ("pp", *DATA_AXES), AXES):
             group = mesh.new_group(*axes)
             if group is not None:
@@ -113,7 +116,7 @@ class ParallelMesh:
 
     def new_group_of(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         """A private communicator of these global ranks (None = all), as dist.new_group. Every rank of the world calls it."""
-        group = dist.new_group(ranks, **options)
+        group = dist.new_group(ranks, **{"timeout": self.timeout} | options)
         if ranks is None or self.rank in ranks:
             self._made.append(group)
         return group
@@ -126,6 +129,10 @@ class ParallelMesh:
             dist.destroy_process_group(group)
         self._made.clear()
         self._groups.clear()
+
+    def renamed(self, shape: MeshShape) -> ParallelMesh:
+        """The same ranks under other axes. Its communicators are closed with this mesh."""
+        return ParallelMesh(shape=shape, rank=self.rank, device=self.device, timeout=self.timeout, _made=self._made)
 
     def sum(self, value: Value, axes: Iterable[str] = AXES) -> Value:
         """Sum over the ranks of these axes, the same on all of them. Numbers travel as float64."""

@@ -33,7 +33,7 @@ class GroupedCollectives:
         # tp is the fastest axis: naming its ranks (dp_inter, dp_intra) and everything else pp leaves all global ranks as they are
         shape = MeshShape(pp=mesh.world_size // tp, dp_inter=tp // group_size, dp_intra=group_size)
         self._grid = GridCollectives(
-            ParallelMesh(shape=shape, rank=mesh.rank, device=mesh.device),
+            mesh.renamed(shape),
             algorithm=algorithm,
             ledger=None if record is None else _OneAxisLedger(record),
             device=mesh.device,

@@ -22,7 +22,7 @@ class EvaluateConfig:
     max_samples: int = option(0, "Windows of the run's sequence length to score; 0 = all.", least=0)
     micro_batch_size: int = option(8, "Windows per forward.", least=1)
     device: str = option("auto", "Device of the model.", choices="auto | cuda | mps | cpu")
-    dtype: str | None = option(None, "fp64 | fp32 | bf16 | fp16; null = the parameter type of the run.")
+    dtype: str | None = option(None, "Of the parameters; null = the type of the run.", choices="fp64 | fp32 | bf16 | fp16")
 
 
 TOOL = Tool(

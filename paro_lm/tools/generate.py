@@ -24,7 +24,7 @@ class GenerateConfig:
     num_samples: int = option(1, "Continuations to print.", least=1)
     seed: int = option(1234, "Equal seeds give equal texts.", least=0)
     device: str = option("auto", "Device of the model.", choices="auto | cuda | mps | cpu")
-    dtype: str | None = option(None, "fp64 | fp32 | bf16 | fp16; null = the parameter type of the run.")
+    dtype: str | None = option(None, "Of the parameters; null = the type of the run.", choices="fp64 | fp32 | bf16 | fp16")
 
 
 TOOL = Tool(

@@ -127,7 +127,7 @@ def test_export_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for arguments, message in (
         ([f"run={run}"], "to= is missing"),
         ([f"run={run}", f"to={tmp_path / 'out'}"], "nearest is llama, which cannot have model.norm=layernorm"),
-        ([f"run={run}", f"to={tmp_path / 'out'}", "dtype=int8"], "dtype=int8: must be one of fp64, fp32, bf16, fp16"),
+        ([f"run={run}", f"to={tmp_path / 'out'}", "dtype=int8"], "dtype: must be one of fp64, fp32, bf16, fp16, got 'int8'"),
         ([f"run={tmp_path / 'none'}", f"to={tmp_path / 'out'}"], "There is no complete checkpoint"),
     ):
         assert call(export.main, *arguments) == 2
