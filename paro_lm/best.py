@@ -13,12 +13,15 @@ from paro_lm.parallel.mesh import ParallelMesh
 
 
 class BestCheckpoint:
-    """Holds the best checkpoint in `folder`; the loss of one that lies there already counts. Every method is a collective call."""
+    """Holds the best checkpoint in `folder`. Every method is a collective call.
 
-    def __init__(self, folder: Path, *, mesh: ParallelMesh, async_save: bool) -> None:
+    counts    whether one that lies there already is of this run; one that an earlier attempt left goes with the first that is saved
+    """
+
+    def __init__(self, folder: Path, *, mesh: ParallelMesh, async_save: bool, counts: bool = True) -> None:
         self.folder = folder
         self._checkpointer = Checkpointer(folder, mesh=mesh, keep_last=1, async_save=async_save)
-        self.loss: float = distributed.on_rank_zero(lambda: _loss_of(folder))
+        self.loss: float = distributed.on_rank_zero(lambda: _loss_of(folder)) if counts else math.inf
 
     def improves(self, loss: float) -> bool:
         """Whether a validation loss (the same on all ranks) is lower than all before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,17 +23,15 @@ def evaluate(
     micro_batch_size: int,
     max_samples: int = 0,
 ) -> float:
-    """Mean loss per token over the first `max_samples` samples of the datasets (0 = all), in nats; the same number on every rank
-    and for every layout. All data ranks run equally many forwards: those without samples left run on samples without labels.
+    """Mean loss per token over `max_samples` samples (0 = all), the first of every dataset in proportion to its size, in nats; the
+    same number on every rank and for every layout. All data ranks run equally many forwards: those without samples left run on samples
+    without labels.
 
     `loss_of` gives the summed loss of a micro-batch without gradients, zero on ranks without the last pipeline stage.
     """
     rank, size = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
-    left = max_samples if max_samples else sum(dataset.complete_samples for dataset in datasets)
     loss, tokens = 0.0, 0
-    for dataset in datasets:
-        num_samples = min(left, dataset.complete_samples)
-        left -= num_samples
+    for dataset, num_samples in zip(datasets, shares([dataset.complete_samples for dataset in datasets], max_samples), strict=True):
         loader = Loader(dataset, data_rank=rank, data_size=size, micro_batch_size=micro_batch_size, num_samples=num_samples)
         while loader.consumed_samples < num_samples:
             (batch,) = loader.next(1)
@@ -40,6 +39,14 @@ def evaluate(
             loss += loss_of(batch).item()
             tokens += batch.num_loss_tokens
     return mesh.sum(loss, ("pp", *DATA_AXES)) / max(1, mesh.sum(tokens, DATA_AXES))
+
+
+def shares(sizes: Sequence[int], total: int) -> list[int]:
+    """`total` parts (0 = all, never more than there are) in proportion to `sizes`, in whole numbers that add up to it."""
+    available = sum(sizes)
+    total = min(total, available) if total else available
+    ends = [0, *(total * end // max(1, available) for end in itertools.accumulate(sizes))]
+    return [stop - start for start, stop in itertools.pairwise(ends)]
 
 
 def unigram_loss(train: Sequence[Path], datasets: Sequence[TokenDataset], *, vocab_size: int, max_samples: int = 0) -> float:
@@ -50,11 +57,8 @@ def unigram_loss(train: Sequence[Path], datasets: Sequence[TokenDataset], *, voc
         for index in range(reader.num_documents):
             counts += np.bincount(reader.document(index), minlength=vocab_size)
     losses = np.log(counts.sum()) - np.log(counts)
-    left = max_samples if max_samples else sum(dataset.complete_samples for dataset in datasets)
     total, tokens = 0.0, 0
-    for dataset in datasets:
-        num_samples = min(left, dataset.complete_samples)
-        left -= num_samples
+    for dataset, num_samples in zip(datasets, shares([dataset.complete_samples for dataset in datasets], max_samples), strict=True):
         for index in range(num_samples):
             labels = dataset[index].labels
             labels = labels[labels >= 0]

@@ -42,6 +42,11 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether this start continues the run of this folder, and not an attempt that never saved, or another run."""
+        return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(self.folder.resolve())
+
     def create(self, cfg: Config, tokenizer: Path | None) -> None:
         """Make the folder with the resolved config and a copy of the tokenizer, so that it is understood by itself.
 
@@ -52,19 +57,30 @@ class Run:
             temporary = self.config_path.with_suffix(".yaml.tmp")
             temporary.write_text(resolved_yaml(cfg), encoding="utf-8")
             temporary.replace(self.config_path)
-            if tokenizer is not None and not self.tokenizer.exists():
-                if tokenizer.is_dir():  # maybe the folder of a whole model, maybe with this run inside
-                    self.tokenizer.mkdir()
-                    for path in tokenizer.iterdir():
-                        if path.is_file() and not any(path.match(pattern) for pattern in WEIGHTS):
-                            shutil.copy(path, self.tokenizer)
-                else:
-                    self.tokenizer.mkdir()
-                    shutil.copy(tokenizer, self.tokenizer)
+            if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
+                self._copy_tokenizer(tokenizer)
         except OSError as error:
             raise ValueError(
                 f"output_dir={cfg.output_dir}: cannot write {self.folder} ({error}); choose a folder you can write to."
             ) from error
+
+    def _copy_tokenizer(self, source: Path) -> None:
+        """Copy it all or not at all. What an attempt without a checkpoint left may be another one: it is replaced."""
+        if self.goes_on and self.tokenizer.exists():
+            return
+        if not source.exists():
+            raise ValueError(f"the tokenizer {source} that the data were made with is not there; set data.tokenizer to where it is now.")
+        temporary = self.folder / ".tokenizer.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        if source.is_dir():  # maybe the folder of a whole model, maybe with this run inside
+            for path in source.iterdir():
+                if path.is_file() and not any(path.match(pattern) for pattern in WEIGHTS):
+                    shutil.copy(path, temporary)
+        else:
+            shutil.copy(source, temporary / ("tokenizer.json" if source.suffix == ".json" else source.name))
+        shutil.rmtree(self.tokenizer, ignore_errors=True)
+        temporary.rename(self.tokenizer)
 
 
 def open_run(cfg: Config) -> Run:

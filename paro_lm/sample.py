@@ -26,6 +26,7 @@ def sample_text(engine: ShardingEngine, mesh: ParallelMesh, prepared: Prepared, 
             return ""
         tokenizer = load_tokenizer(prepared.tokenizer)
         prompt = tokenizer.encode_batch([cfg.logging.sample_prompt or ""])[0] or [tokenizer.eod or 0]
+        prompt = prompt[-max(1, cfg.model.max_positions - 1) :]
         length = min(cfg.logging.sample_tokens, cfg.model.max_positions - len(prompt))
         (ids,) = generate(model, [prompt], max_new_tokens=length, temperature=0.8, top_k=50, eos=tokenizer.eod, seed=cfg.seed)
         return tokenizer.decode([token for token in ids if token != tokenizer.eod])

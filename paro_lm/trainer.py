@@ -170,7 +170,7 @@ class Trainer:
         )
         self.best: BestCheckpoint | None = None
         if cfg.checkpoint.keep_best != "none":
-            self.best = BestCheckpoint(run.folder / "best", mesh=self.mesh, async_save=cfg.checkpoint.async_save)
+            self.best = BestCheckpoint(run.folder / "best", mesh=self.mesh, async_save=cfg.checkpoint.async_save, counts=run.goes_on)
         for report in (*self.loader.dataset.reports(), *(text for dataset in self.valid for text in dataset.reports())):
             logger.info(report)
         if run.checkpoint is not None:
@@ -184,10 +184,10 @@ class Trainer:
 
     def _first_values(self, run: Run) -> Callable[[str], torch.Tensor] | None:
         """First values of parameters; None = those that follow from (seed, name)."""
-        if self.cfg.model.init_from is None:
-            return None
         if run.checkpoint is not None:  # it replaces all of them
             return lambda name: torch.zeros(self.specs[name].local_shape)
+        if self.cfg.model.init_from is None:
+            return None
         return FirstValues(self.cfg).of(self.specs)
 
     def _dataset(self, prefixes: Any, *, weights: Any = None, shuffle: bool = True) -> TokenDataset:

@@ -265,15 +265,18 @@ def _pipeline_of(world_size: int) -> Check:
 
 def _pipeline(cfg: Config, dp: int) -> Iterator[str]:
     parallel, micro = cfg.parallel, cfg.micro_batch_size * dp
-    first = cfg.batch_ramp.start or cfg.global_batch_size
-    yield from layout_problems(
-        schedule=parallel.schedule,
-        pp=parallel.pp,
-        virtual_stages=parallel.virtual_stages,
-        num_layers=cfg.model.num_layers,
-        num_micro_batches=first // micro if first % micro == 0 else None,
-        layers_per_stage=parallel.layers_per_stage,
-    )
+    for size in _batch_sizes(cfg):
+        problems = layout_problems(
+            schedule=parallel.schedule,
+            pp=parallel.pp,
+            virtual_stages=parallel.virtual_stages,
+            num_layers=cfg.model.num_layers,
+            num_micro_batches=size // micro if size % micro == 0 else None,
+            layers_per_stage=parallel.layers_per_stage,
+        )
+        yield from problems
+        if problems:  # those of other batch sizes would say much the same
+            break
     if parallel.pp == 1:
         return
     for key, cell in {"sharding": parallel.sharding, **parallel.sharding_overrides}.items():
@@ -295,6 +298,13 @@ def _pipeline(cfg: Config, dp: int) -> Iterator[str]:
             "model.tie_embeddings: with parallel.schedule=zbv one rank holds both ends of the model, for which tied embeddings are not "
             "supported; use schedule=interleaved_1f1b, or model.tie_embeddings=false"
         )
+
+
+def _batch_sizes(cfg: Config) -> list[int]:
+    """Every global batch size of a run, in the order of a ramp."""
+    ramp = cfg.batch_ramp
+    growing = range(ramp.start, cfg.global_batch_size, ramp.increment) if ramp.start > 0 and ramp.increment > 0 else ()
+    return [*growing, cfg.global_batch_size]
 
 
 def _batches(cfg: Config, dp: int) -> Iterator[str]:

@@ -34,7 +34,7 @@ from paro_lm.data.indexed import (
 )
 from paro_lm.data.order import fingerprint, permutation
 from paro_lm.data.progress import Progress
-from paro_lm.data.reading import CHUNK_BYTES, Chunk, find_files, read_chunks, size_of, texts_of
+from paro_lm.data.reading import CHUNK_BYTES, Chunk, find_files, format_of, read_chunks, size_of, texts_of
 from paro_lm.data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from paro_lm.data.worker import Encoded, EncodeOptions, EncoderPool
 
@@ -204,7 +204,7 @@ def _check_vocabulary(prefix: Path, manifest: dict[str, Any] | None, vocabulary:
 
 def _trained_tokenizer(cfg: DataConfig, cache: Path, train: Sequence[Entry]) -> Path:
     files = [file for entry in train for file in entry.files]
-    key = make_key("tokenizer", [content_hash(file, cache) for file in files], cfg.vocab_size, cfg.text_key)
+    key = make_key("tokenizer", [(format_of(file), content_hash(file, cache)) for file in files], cfg.vocab_size, cfg.text_key)
     folder = cache / f"tokenizer-{cfg.vocab_size}-{key}"
 
     def build() -> None:
@@ -246,7 +246,7 @@ def _tokens(entry: Entry, cfg: DataConfig, cache: Path, vocabulary: Vocabulary) 
         )
     eod = vocabulary.eod if appends_eod else None
     what = [cfg.text_key] if rows is None else [rows.kind, rows.keys]
-    key = make_key("tokens", [content_hash(file, cache) for file in entry.files], vocabulary.digest, *what, eod)
+    key = make_key("tokens", [(format_of(file), content_hash(file, cache)) for file in entry.files], vocabulary.digest, *what, eod)
     prefix = (cache / f"tokens-{key}" / "all").resolve()
 
     def build() -> None:

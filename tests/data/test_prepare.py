@@ -392,3 +392,13 @@ def test_without_the_default_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     with pytest.raises(ValueError, match=r"data\.train is empty .* run `make train`, or set data\.train="):
         prepare(config(tmp_path), seed=0)
+
+
+def test_a_renamed_file_is_read_as_its_new_name_says(tmp_path: Path) -> None:
+    """The same bytes as text are one document, as JSON lines four."""
+    counts = []
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(4)))
+        cfg = DataConfig(train=[str(tmp_path / name)], tokenizer="bytes", cache_dir=str(tmp_path / "cache"), valid_fraction=0.0)
+        counts.append(sum(IndexedReader(prefix).num_documents for prefix in prepare(cfg, seed=0).train))
+    assert counts == [1, 4]
