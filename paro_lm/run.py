@@ -130,6 +130,22 @@ def open_run(cfg: Config) -> Run:
     return Run(folder=folder, checkpoint=own, finished=step >= cfg.steps, step=step, changes=texts)
 
 
+def check_tokenizer(run: Run, tokenizer: Path | str | None, digest: str | None) -> None:
+    """Raises ValueError when the data of a run that goes on were made with another tokenizer: its ids would mean other text."""
+    assert run.checkpoint is not None
+    meta = read_meta(run.checkpoint)
+    known = meta.get("tokenizer_digest")
+    kept = run.checkpoint.parent.parent / "tokenizer"
+    is_kept = isinstance(tokenizer, Path) and tokenizer.resolve() == kept.resolve()
+    if known is None or digest is None or known == digest or is_kept:
+        return
+    raise ValueError(
+        f"{run.checkpoint} was trained with another tokenizer ({meta['tokenizer']}) than the data have now, so its ids mean other "
+        f"text (without data.tokenizer one is trained on data.train, which may have changed). To go on with the old one: "
+        f"data.tokenizer={kept} checkpoint.resume={run.checkpoint.parent.parent}"
+    )
+
+
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
 

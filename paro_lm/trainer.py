@@ -41,7 +41,7 @@ from paro_lm.parallel.replicas import check_replicas, replicas
 from paro_lm.parallel.sharding import advice
 from paro_lm.planning import with_advice, with_cell
 from paro_lm.profiler import Profiler
-from paro_lm.run import Run, open_run
+from paro_lm.run import Run, check_tokenizer, open_run
 from paro_lm.sample import sample_text
 from paro_lm.stop import StopRequest
 
@@ -129,6 +129,8 @@ class Trainer:
     def _build(self, run: Run, prepared: Prepared) -> None:
         cfg, world = self.cfg, self.world
         self.prepared = prepared
+        if run.checkpoint is not None:
+            check_tokenizer(run, prepared.tokenizer, prepared.tokenizer_digest)
         distributed.seed_everything(cfg.seed)
         self.mesh = ParallelMesh.build(
             world_size=world.world_size,
@@ -425,6 +427,7 @@ class Trainer:
             "skips": self.skips.state_dict(),
             "vocab_size": self.vocab_size,
             "tokenizer": None if self.prepared.tokenizer is None else str(self.prepared.tokenizer),
+            "tokenizer_digest": self.prepared.tokenizer_digest,
             "config": asdict(self.cfg),
             "hf_config": hf_values(self.cfg),
         }

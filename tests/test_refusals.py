@@ -107,3 +107,21 @@ def test_resume_of_what_is_not_there_or_has_changed(tokens: Path, tmp_path: Path
     shard.write_bytes(b"")
     assert train(tmp_path, *data, "optim.lr=0.5", "steps=3", f"checkpoint.resume={tmp_path / 'outputs' / 'bad'}") == 2
     assert shard.name in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_changed_with_the_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """More text makes another tokenizer of the same size; going on with it would train on ids that mean other text."""
+    (tmp_path / "texts").mkdir()
+    write(tmp_path / "texts" / "a.txt", ENGLISH)
+    data = [f"data.train={tmp_path / 'texts' / '*.txt'}", "data.vocab_size=300", "data.valid_fraction=0"]
+    assert train(tmp_path, *data) == 0
+    write(tmp_path / "texts" / "b.txt", "elle a vu les belles feuilles du vieux chêne\n" * 80)
+    capfd.readouterr()
+    assert train(tmp_path, *data, "steps=2") == 2
+    told = capfd.readouterr().err
+    run = tmp_path / "outputs" / "bad"
+    assert "was trained with another tokenizer" in told
+    remedy = f"data.tokenizer={run / 'tokenizer'} checkpoint.resume={run}"
+    assert remedy in told
+    assert train(tmp_path, *data, "steps=2", *remedy.split()) == 0
+    assert f"continues from {run / 'checkpoints' / 'step_1'}" in capfd.readouterr().out

@@ -58,6 +58,8 @@ class Prepared:
     eod: int | None
     num_train_tokens: int
     num_valid_tokens: int
+    tokenizer_digest: str | None = None
+    """Hash of what decides the ids, None when it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ def prepare(cfg: DataConfig, *, seed: int) -> Prepared:
         eod=vocabulary.eod,
         num_train_tokens=sum(IndexedReader(prefix).num_tokens for prefix in train_pairs),
         num_valid_tokens=sum(IndexedReader(prefix).num_tokens for prefix in valid_pairs),
+        tokenizer_digest=vocabulary.digest,
     )
 
 

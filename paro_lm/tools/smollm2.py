@@ -73,7 +73,7 @@ def convert(path: Path, target: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ValueError("the package gguf is missing: pip install 'paro-lm[smollm2]'") from error
+        raise ValueError("the package gguf is missing: pip install -e '.[smollm2]', or gguf") from error
 
     reader = GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
