@@ -56,6 +56,11 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
             name = "cpu"
     if name == "cuda":
         count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(
+                "runtime.device=cuda: torch sees no CUDA device (driver, CUDA_VISIBLE_DEVICES, a torch built for CPUs); "
+                "use runtime.device=cpu or auto."
+            )
         if local_rank >= count:
             raise ValueError(
                 f"runtime.device=cuda: local rank {local_rank} has no device, {count} visible. "

@@ -54,15 +54,20 @@ class Run:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.config_path.with_suffix(".yaml.tmp")
-            temporary.write_text(resolved_yaml(cfg), encoding="utf-8")
-            temporary.replace(self.config_path)
+            if not (self.goes_on and self.config_path.exists()):
+                self.write_config(cfg)
             if tokenizer is not None and tokenizer.resolve() != self.tokenizer.resolve():
                 self._copy_tokenizer(tokenizer)
         except OSError as error:
             raise ValueError(
                 f"output_dir={cfg.output_dir}: cannot write {self.folder} ({error}); choose a folder you can write to."
             ) from error
+
+    def write_config(self, cfg: Config) -> None:
+        """Replace `config.yaml`: by `create` for a run that begins, after its checkpoint has loaded for one that goes on."""
+        temporary = self.config_path.with_suffix(".yaml.tmp")
+        temporary.write_text(resolved_yaml(cfg), encoding="utf-8")
+        temporary.replace(self.config_path)
 
     def _copy_tokenizer(self, source: Path) -> None:
         """Copy it all or not at all. What an attempt without a checkpoint left may be another one: it is replaced."""

@@ -177,6 +177,7 @@ class Trainer:
             logger.info(report)
         if run.checkpoint is not None:
             self._load(run.checkpoint)
+            distributed.on_rank_zero(lambda: run.write_config(cfg))  # not before: what is refused must not change what a run says it is
 
     def close(self) -> None:
         """Give back what `open` took: threads and communicators. A collective call."""
@@ -385,12 +386,14 @@ class Trainer:
         self._say_how_to_go_on()
 
     def _say_finished(self, run: Run) -> None:
+        self.run = run
         self._say(f"run {self.cfg.run_name} is finished: step {run.step} of {self.cfg.steps}, checkpoint {run.checkpoint}")
         self._say_how_to_go_on()
 
     def _say_how_to_go_on(self) -> None:
+        longer = 2 * max(self.cfg.steps, self.run.step)
         self._say(
-            f"to train on: the same command with steps={2 * self.cfg.steps}; to change anything else: run_name=<new> and what you change; "
+            f"to train on: the same command with steps={longer}; to change anything else: run_name=<new> and what you change; "
             f"to generate: paro-generate run={Path(self.cfg.output_dir) / self.cfg.run_name} prompt='...'"
         )
 

@@ -26,9 +26,10 @@ from bench_collectives import interval
 from paro_lm.config import ModelConfig, RuntimeConfig
 from paro_lm.distributed import initialize
 from paro_lm.model.transformer import Transformer
+from paro_lm.parallel.axes import default_tp_group_size
 from paro_lm.parallel.mesh import AXES, ParallelMesh
 from paro_lm.parallel.tensor import TensorParallel
-from paro_lm.parallel.tensor_groups import GroupedCollectives, default_group_size
+from paro_lm.parallel.tensor_groups import GroupedCollectives
 from paro_lm.testing import run_distributed
 
 VOCAB = 2048
@@ -61,7 +62,7 @@ def comparisons(collectives: bool) -> list[tuple[Variant, Variant]]:
 def make_model(variant: Variant, mesh: ParallelMesh, cfg: ModelConfig) -> Transformer:
     tp, grouped = mesh.size("tp"), None
     if variant.collectives != "native":
-        group_size = default_group_size(tp, mesh.local_world_size)
+        group_size = default_tp_group_size(tp, mesh.local_world_size)
         grouped = GroupedCollectives(mesh, algorithm=variant.collectives, group_size=group_size, overlap=variant.overlap)
     tensor = TensorParallel(
         group=mesh.group("tp"),

@@ -103,6 +103,13 @@ def test_resume_of_what_is_not_there_or_has_changed(tokens: Path, tmp_path: Path
     older = tmp_path / "outputs" / "bad" / "checkpoints" / "step_1"
     assert train(tmp_path, *data, "steps=3", f"checkpoint.resume={older}") == 2
     assert "whose newest is step_2. To go back to it, move the newer ones out of" in capfd.readouterr().err
+    other_size = ("model.num_layers=3", "steps=3", other)
+    assert train(tmp_path, *data, *other_size) == 2
+    assert "layers.2" in capfd.readouterr().err
+    assert train(tmp_path, *data, "optim.lr=0.5", "steps=2") == 0  # what was refused has not changed what the run is
+    assert "finished" in capfd.readouterr().out
+    assert train(tmp_path, *data, "optim.lr=0.5", "steps=1") == 0
+    assert "with steps=4" in capfd.readouterr().out
     shard = next((tmp_path / "outputs" / "bad" / "checkpoints" / "step_2").glob("*.distcp"))
     shard.write_bytes(b"")
     assert train(tmp_path, *data, "optim.lr=0.5", "steps=3", f"checkpoint.resume={tmp_path / 'outputs' / 'bad'}") == 2
