@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paro_lm.config import RuntimeConfig
+from paro_lm.rendezvous import agree
 
 Result = TypeVar("Result")
 
@@ -120,14 +121,13 @@ def initialize(runtime: RuntimeConfig) -> World:
 
 
 def _meeting(rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """Where ranks meet that torchrun has started again: under keys of their own in its store, which still holds the addresses of the
-    ranks before them. Nothing (torch's own way) without a torchrun that keeps the store.
+    """Where the ranks meet under a torchrun that keeps its store over restarts: in a part of it that only this attempt knows, as the
+    store still holds the addresses of the ranks before. Nothing, which is torch's own way, without such a torchrun.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    attempt = agree(dist.PrefixStore("paro_lm/meet", store), rank=rank, world_size=world_size, timeout=timeout)
     return {"store": dist.PrefixStore(f"paro_lm/{attempt}", store), "rank": rank, "world_size": world_size}
 
 
